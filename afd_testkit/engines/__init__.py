@@ -1,0 +1,1 @@
+"""Engines that a gate can drive, behind one Protocol (``base.PrefillEngine``)."""
