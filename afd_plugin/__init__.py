@@ -1,0 +1,1 @@
+"""Token-balanced two-stage prefill splitting for attention-FFN disaggregation."""
