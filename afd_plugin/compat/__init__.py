@@ -1,0 +1,1 @@
+"""The only modules, beside the workers, that name upstream internals."""

@@ -1,0 +1,107 @@
+"""``additional_config["afd"]`` as one frozen, checked object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast
+
+from afd_plugin.errors import OptionTypeError, OptionValueError, UnknownOption
+
+Policy = Literal["request", "token"]
+POLICIES: tuple[Policy, ...] = ("request", "token")
+
+_NOUN = {bool: "true or false", int: "a whole number", str: "a string"}
+
+
+def _is(value: object, kind: type) -> bool:
+    """Whether ``value`` is of ``kind``; a bool is not a whole number here."""
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+@dataclass(frozen=True)
+class AFDConfig:
+    """Options of the two-stage split.
+
+    ``async_moe_ubatching``: split eligible prefill steps at all.
+    ``async_moe_num_ubatches``: stages a step; only 2.
+    ``async_moe_split``: where to cut, at a ``request`` boundary or at a ``token``.
+    ``async_moe_token_alignment``: cuts of the ``token`` policy are multiples of this many
+    tokens, and stage buffers are padded to it; the TP size where tokens are sharded over
+    TP ranks, else 1.
+    ``async_moe_min_tokens``: steps with fewer real tokens are not split.
+    ``compute_gate_on_attention``: route on the attention side.
+
+    Raises :class:`OptionTypeError` or :class:`OptionValueError` at construction.
+    """
+
+    async_moe_ubatching: bool = False
+    async_moe_num_ubatches: int = 2
+    async_moe_split: Policy = "request"
+    async_moe_token_alignment: int = 1
+    async_moe_min_tokens: int = 2
+    compute_gate_on_attention: bool = False
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            kind = type(option.default)
+            value = getattr(self, option.name)
+            if not _is(value, kind):
+                raise OptionTypeError(
+                    f'additional_config["afd"]["{option.name}"] is {value!r} '
+                    f"({type(value).__name__}); it must be {_NOUN[kind]}, "
+                    f"for example {option.default!r}."
+                )
+        self._check(
+            "async_moe_num_ubatches", self.async_moe_num_ubatches == 2, "2 (exactly two stages)"
+        )
+        self._check("async_moe_split", self.async_moe_split in POLICIES, "'request' or 'token'")
+        self._check(
+            "async_moe_token_alignment",
+            1 <= self.async_moe_token_alignment <= 65536,
+            "1 to 65536 tokens",
+        )
+        self._check(
+            "async_moe_min_tokens",
+            2 <= self.async_moe_min_tokens < 2**31,
+            "2 to 2147483647 tokens (one token cannot be split)",
+        )
+
+    def _check(self, name: str, ok: bool, allowed: str) -> None:
+        if not ok:
+            raise OptionValueError(
+                f'additional_config["afd"]["{name}"] is {getattr(self, name)!r}; '
+                f"allowed: {allowed}. Set an allowed value or leave the option out."
+            )
+
+    @classmethod
+    def from_options(cls, options: object) -> AFDConfig:
+        """Check a plain mapping, as vLLM hands it over; ``None`` means all defaults.
+
+        Raises :class:`UnknownOption`, :class:`OptionTypeError`, :class:`OptionValueError`.
+        """
+        if options is None:
+            return cls()
+        if not isinstance(options, Mapping):
+            raise OptionTypeError(
+                f'additional_config["afd"] is {options!r} ({type(options).__name__}); '
+                'it must be a mapping of options, for example {"async_moe_ubatching": true}.'
+            )
+        known = [option.name for option in fields(cls)]
+        unknown = sorted(str(key) for key in options if key not in known)
+        if unknown:
+            raise UnknownOption(
+                f'additional_config["afd"] has unknown key(s) {", ".join(unknown)}; '
+                f"known keys: {', '.join(known)}. Remove or correct them."
+            )
+        return cls(**cast(Mapping[str, Any], options))
+
+    @classmethod
+    def from_additional_config(cls, additional_config: object) -> AFDConfig:
+        """Read the ``afd`` entry of vLLM's ``additional_config``."""
+        if not isinstance(additional_config, Mapping):
+            raise OptionTypeError(
+                f"additional_config is {additional_config!r} "
+                f"({type(additional_config).__name__}); it must be a mapping with an 'afd' entry."
+            )
+        return cls.from_options(additional_config.get("afd"))

@@ -1,0 +1,304 @@
+"""Every error that afd_plugin raises on purpose.
+
+::
+
+    AfdError
+    ├── ConfigError (ValueError)          additional_config["afd"] is wrong
+    │   ├── UnknownOption
+    │   ├── OptionTypeError
+    │   └── OptionValueError
+    ├── BatchError (ValueError)           the scheduled batch contradicts itself
+    ├── PlanError (ValueError)            a policy, alignment or cut that cannot be
+    ├── KVLayoutError (ValueError)        block tables or slot mapping do not fit the batch
+    ├── MetadataError (ValueError)        attention metadata cannot be sliced
+    │   ├── UnknownMetadataClass
+    │   ├── MissingFieldRule
+    │   ├── StaleFieldRule
+    │   ├── RefusedField
+    │   └── MetadataMismatch
+    ├── StageTensorError (ValueError)     a stage input or output has the wrong shape
+    ├── StateRestoreError                 mutable state could not be put back
+    ├── UpstreamDrift                     the installed vLLM is not what was pinned
+    └── UnsupportedSetup                  refused at start-up, one class a reason
+        ├── PrefillContextParallel      ├── EncoderDecoder
+        ├── DecodeContextParallel       ├── AttentionBackendUnsupported
+        ├── SpeculativeDecoding         ├── TooManyUbatches
+        ├── CapturedGraph               ├── TensorParallel
+        ├── CompiledModel               ├── DataParallel
+        ├── NativeDualBatchOverlap      ├── PipelineParallel
+        ├── ModelRunnerV2               ├── SequenceParallelMoE
+        ├── MultimodalPrefixLM          ├── LoRAAdapters
+        ├── KVConnector                 ├── ExpertLoadBalancing
+        ├── SharedKVFastPrefill         ├── PoolingRunner
+        ├── RecurrentState              └── AttentionSideGate
+"""
+
+from __future__ import annotations
+
+
+class AfdError(Exception):
+    """Base of all deliberate errors of afd_plugin."""
+
+
+class ConfigError(AfdError, ValueError):
+    """``additional_config["afd"]`` holds something that is not allowed."""
+
+
+class UnknownOption(ConfigError):
+    """A key that no option has."""
+
+
+class OptionTypeError(ConfigError):
+    """A value of the wrong type."""
+
+
+class OptionValueError(ConfigError):
+    """A value of the right type that is not allowed."""
+
+
+class BatchError(AfdError, ValueError):
+    """Scheduled or computed token counts that cannot describe a step."""
+
+
+class PlanError(AfdError, ValueError):
+    """A policy, alignment, threshold or cut that cannot be planned with."""
+
+
+class KVLayoutError(AfdError, ValueError):
+    """Block size, block tables or slot mapping that do not fit the batch."""
+
+
+class MetadataError(AfdError, ValueError):
+    """Attention metadata that cannot be sliced safely."""
+
+
+class UnknownMetadataClass(MetadataError):
+    """A metadata class for which no field rules are known."""
+
+
+class MissingFieldRule(MetadataError):
+    """A field of the metadata class that has no rule."""
+
+
+class StaleFieldRule(MetadataError):
+    """A rule for a field that the metadata class does not have."""
+
+
+class RefusedField(MetadataError):
+    """A field is set whose value cannot be derived for one stage."""
+
+
+class MetadataMismatch(MetadataError):
+    """A field that contradicts the batch of the plan."""
+
+
+class StageTensorError(AfdError, ValueError):
+    """A stage input or output whose token axis, length or type is wrong."""
+
+
+class StateRestoreError(AfdError):
+    """A piece of mutable state could not be put back after a stage."""
+
+
+class UpstreamDrift(AfdError):
+    """The installed upstream package differs from the pinned contract."""
+
+
+class UnsupportedSetup(AfdError):
+    """A configuration that is not known to be right, refused before anything is created.
+
+    Subclasses name the ``setting``, what is ``allowed`` and the ``remedy``.
+    """
+
+    setting = "configuration"
+    allowed = "a supported one"
+    remedy = "Change the configuration."
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+        super().__init__(
+            f"{self.setting} is {value!r}, which a two-stage prefill split does not support; "
+            f"allowed: {self.allowed}. {self.remedy}"
+        )
+
+
+_OFF = 'Or turn the split off: additional_config={"afd": {"async_moe_ubatching": false}}.'
+
+
+class PrefillContextParallel(UnsupportedSetup):
+    """PCP shards the tokens of a prefill over ranks; stages would be cut twice."""
+
+    setting = "prefill_context_parallel_size"
+    allowed = "1"
+    remedy = f"Set --prefill-context-parallel-size 1. {_OFF}"
+
+
+class DecodeContextParallel(UnsupportedSetup):
+    """DCP shards the KV cache; the local lengths of a piece are not derived yet."""
+
+    setting = "decode_context_parallel_size"
+    allowed = "1"
+    remedy = f"Set --decode-context-parallel-size 1. {_OFF}"
+
+
+class SpeculativeDecoding(UnsupportedSetup):
+    """Draft tokens need metadata of the unsplit step after the forward pass."""
+
+    setting = "speculative_config.method"
+    allowed = "None (no speculative decoding)"
+    remedy = f"Remove --speculative-config. {_OFF}"
+
+
+class CapturedGraph(UnsupportedSetup):
+    """A captured graph replays one batch shape and would ignore the stages."""
+
+    setting = "compilation_config.cudagraph_mode"
+    allowed = "NONE"
+    remedy = f'Set --enforce-eager or --compilation-config \'{{"cudagraph_mode": "NONE"}}\'. {_OFF}'
+
+
+class CompiledModel(UnsupportedSetup):
+    """Compiled forward passes are not covered by the gates yet."""
+
+    setting = "compilation_config.mode"
+    allowed = "NONE"
+    remedy = f"Set --enforce-eager. {_OFF}"
+
+
+class NativeDualBatchOverlap(UnsupportedSetup):
+    """vLLM's own microbatching would split every stage again."""
+
+    setting = "parallel_config.enable_dbo / ubatch_size"
+    allowed = "off (False / 0)"
+    remedy = f"Remove --enable-dbo and --ubatch-size. {_OFF}"
+
+
+class ModelRunnerV2(UnsupportedSetup):
+    """Model Runner V2 prepares its inputs elsewhere."""
+
+    setting = "use_v2_model_runner"
+    allowed = "False"
+    remedy = f"Set VLLM_USE_V2_MODEL_RUNNER=0. {_OFF}"
+
+
+class MultimodalPrefixLM(UnsupportedSetup):
+    """Bidirectional ranges may not be cut: stage 0 would need keys of stage 1."""
+
+    setting = "model_config.is_mm_prefix_lm"
+    allowed = "False"
+    remedy = f"Serve a causal model. {_OFF}"
+
+
+class EncoderDecoder(UnsupportedSetup):
+    """Cross-attention metadata is built for whole requests."""
+
+    setting = "model_config.is_encoder_decoder"
+    allowed = "False"
+    remedy = f"Serve a decoder-only model. {_OFF}"
+
+
+class AttentionBackendUnsupported(UnsupportedSetup):
+    """The builder has no chunked-context support, or nobody has shown that it has."""
+
+    setting = "attention backend"
+    allowed = "CPU_ATTN, AMX_MLA"
+    remedy = (
+        "With CPU_MLA set VLLM_MLA_DISABLE=1, or run bfloat16 on a CPU with AMX tiles; "
+        f"otherwise choose an allowed backend. {_OFF}"
+    )
+
+
+class TooManyUbatches(UnsupportedSetup):
+    """Exactly two stages are planned."""
+
+    setting = "async_moe_num_ubatches"
+    allowed = "2"
+    remedy = "Set additional_config['afd']['async_moe_num_ubatches'] to 2."
+
+
+class TensorParallel(UnsupportedSetup):
+    """Not covered by the gates on this engine yet."""
+
+    setting = "tensor_parallel_size"
+    allowed = "1"
+    remedy = f"Set --tensor-parallel-size 1. {_OFF}"
+
+
+class DataParallel(UnsupportedSetup):
+    """Ranks must agree on the split before the first collective; that is not built yet."""
+
+    setting = "data_parallel_size"
+    allowed = "1"
+    remedy = f"Set --data-parallel-size 1. {_OFF}"
+
+
+class PipelineParallel(UnsupportedSetup):
+    """Intermediate tensors would have to travel per stage."""
+
+    setting = "pipeline_parallel_size"
+    allowed = "1"
+    remedy = f"Set --pipeline-parallel-size 1. {_OFF}"
+
+
+class SequenceParallelMoE(UnsupportedSetup):
+    """Token shards per rank depend on the step's size, not on a stage's."""
+
+    setting = "parallel_config.use_sequence_parallel_moe"
+    allowed = "False"
+    remedy = f"Disable sequence-parallel MoE. {_OFF}"
+
+
+class LoRAAdapters(UnsupportedSetup):
+    """The token-to-adapter mapping is set for the whole step."""
+
+    setting = "lora_config"
+    allowed = "None"
+    remedy = f"Remove --enable-lora. {_OFF}"
+
+
+class KVConnector(UnsupportedSetup):
+    """KV connectors save and load layers once a step."""
+
+    setting = "kv_transfer_config"
+    allowed = "None"
+    remedy = f"Remove --kv-transfer-config. {_OFF}"
+
+
+class ExpertLoadBalancing(UnsupportedSetup):
+    """Expert load is counted for whole steps."""
+
+    setting = "parallel_config.enable_eplb"
+    allowed = "False"
+    remedy = f"Remove --enable-eplb. {_OFF}"
+
+
+class SharedKVFastPrefill(UnsupportedSetup):
+    """Fast prefill indexes the logits of the whole step."""
+
+    setting = "cache_config.kv_sharing_fast_prefill"
+    allowed = "False"
+    remedy = f"Remove --kv-sharing-fast-prefill. {_OFF}"
+
+
+class PoolingRunner(UnsupportedSetup):
+    """Pooling models take extra per-token arguments."""
+
+    setting = "model_config.runner_type"
+    allowed = "'generate'"
+    remedy = f"Serve a generative model. {_OFF}"
+
+
+class RecurrentState(UnsupportedSetup):
+    """State-space and linear attention layers keep one state a request and step."""
+
+    setting = "model_config.has_inner_state / is_hybrid"
+    allowed = "False"
+    remedy = f"Serve a model with attention layers only. {_OFF}"
+
+
+class AttentionSideGate(UnsupportedSetup):
+    """Routing on the attention side has no transport yet."""
+
+    setting = "compute_gate_on_attention"
+    allowed = "False"
+    remedy = "Set additional_config['afd']['compute_gate_on_attention'] to false."
