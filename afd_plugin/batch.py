@@ -38,7 +38,7 @@ def int_vector(name: str, values: Any) -> IntArray:
             "one a request."
         )
     vector: IntArray = array.astype(np.int64)
-    vector.flags.writeable = False
+    vector.setflags(write=False)
     return vector
 
 
@@ -57,17 +57,6 @@ class ScheduledBatch:
     and read-only.  Raises :class:`BatchError` naming the request that is wrong.
     """
 
-    __slots__ = (
-        "__dict__",
-        "is_prefilling",
-        "num_computed_tokens",
-        "num_input_tokens",
-        "num_reqs",
-        "num_scheduled_tokens",
-        "num_tokens",
-        "query_start_loc",
-    )
-
     def __init__(
         self,
         num_scheduled_tokens: Any,
@@ -77,53 +66,63 @@ class ScheduledBatch:
         num_input_tokens: int | None = None,
     ) -> None:
         scheduled = int_vector("num_scheduled_tokens", num_scheduled_tokens)
-        num_reqs = scheduled.size
-        if num_reqs > MAX_REQUESTS:
-            raise BatchError(f"{num_reqs} requests in one step; at most {MAX_REQUESTS}.")
-        if scheduled.min() < 1:
-            bad = int(np.argmax(scheduled < 1))
-            raise BatchError(
-                f"request {bad} schedules {scheduled[bad]} tokens; every request of a step "
-                "schedules at least 1. Leave requests without work out of the batch."
-            )
         if num_computed_tokens is None:
-            computed = np.zeros(num_reqs, dtype=np.int64)
-            computed.flags.writeable = False
+            computed = np.zeros(scheduled.size, dtype=np.int64)
+            computed.setflags(write=False)
         else:
             computed = int_vector("num_computed_tokens", num_computed_tokens)
-        self._check_computed(scheduled, computed)
-        starts = np.empty(num_reqs + 1, dtype=np.int64)
-        starts[0] = 0
+        self._check_counts(scheduled, computed)
+        lens = scheduled + computed
+        starts = np.zeros(scheduled.size + 1, dtype=np.int64)
         np.cumsum(scheduled, out=starts[1:])
-        starts.flags.writeable = False
-        num_tokens = int(starts[-1])
-        if num_tokens > MAX_TOKENS or scheduled.max() > MAX_TOKENS:
-            raise BatchError(f"{num_tokens} tokens in one step; at most {MAX_TOKENS}.")
+        self._check_extents(lens, int(starts[-1]))
+        lens.setflags(write=False)
+        starts.setflags(write=False)
         self.num_scheduled_tokens = scheduled
         self.num_computed_tokens = computed
-        self.num_reqs = num_reqs
-        self.num_tokens = num_tokens
+        self.seq_lens = lens  # [R] tokens of each request after this step
         self.query_start_loc = starts  # [R + 1] first token of each request, then the total
-        self.num_input_tokens = self._extent(num_input_tokens, num_tokens)
-        self.is_prefilling = self._prefilling(is_prefilling, scheduled, computed)
+        self.num_reqs = scheduled.size
+        self.num_tokens = int(starts[-1])
+        self.num_input_tokens = self._extent(num_input_tokens, self.num_tokens)
+        self._given_prefilling = self._flags(is_prefilling, scheduled)
 
     @staticmethod
-    def _check_computed(scheduled: IntArray, computed: IntArray) -> None:
+    def _check_counts(scheduled: IntArray, computed: IntArray) -> None:
+        if scheduled.size > MAX_REQUESTS:
+            raise BatchError(f"{scheduled.size} requests in one step; at most {MAX_REQUESTS}.")
         if computed.size != scheduled.size:
             raise BatchError(
                 f"num_computed_tokens has {computed.size} entries and num_scheduled_tokens "
                 f"{scheduled.size}; give one of each a request."
             )
-        if computed.min() < 0:
+        if np.minimum.reduce(scheduled) < 1:
+            bad = int(np.argmax(scheduled < 1))
+            raise BatchError(
+                f"request {bad} schedules {scheduled[bad]} tokens; every request of a step "
+                "schedules at least 1. Leave requests without work out of the batch."
+            )
+        if np.minimum.reduce(computed) < 0:
             bad = int(np.argmax(computed < 0))
             raise BatchError(
                 f"request {bad} has {computed[bad]} computed tokens; it must be 0 or more."
             )
-        if computed.max() > MAX_TOKENS or (computed + scheduled).max() > MAX_TOKENS:
-            bad = int(np.argmax(computed + scheduled))
+        # The bitwise or is as large as the larger of both, so one maximum checks the two.
+        if np.maximum.reduce(scheduled | computed) > MAX_TOKENS:
+            bad = int(np.argmax(scheduled | computed))
             raise BatchError(
-                f"request {bad} would reach {computed[bad] + scheduled[bad]} tokens; "
-                f"positions go up to {MAX_TOKENS}."
+                f"request {bad} has {scheduled[bad]} scheduled and {computed[bad]} computed "
+                f"tokens; positions go up to {MAX_TOKENS}."
+            )
+
+    @staticmethod
+    def _check_extents(lens: IntArray, num_tokens: int) -> None:
+        if num_tokens > MAX_TOKENS:
+            raise BatchError(f"{num_tokens} tokens in one step; at most {MAX_TOKENS}.")
+        if np.maximum.reduce(lens) > MAX_TOKENS:
+            bad = int(np.argmax(lens))
+            raise BatchError(
+                f"request {bad} would reach {lens[bad]} tokens; positions go up to {MAX_TOKENS}."
             )
 
     @staticmethod
@@ -140,29 +139,32 @@ class ScheduledBatch:
         return int(num_input_tokens)
 
     @staticmethod
-    def _prefilling(given: Any, scheduled: IntArray, computed: IntArray) -> NDArray[np.bool_]:
+    def _flags(given: Any, scheduled: IntArray) -> NDArray[np.bool_] | None:
         if given is None:
-            flags: NDArray[np.bool_] = (scheduled > 1) | (computed == 0)
-        else:
-            flags = np.asarray(given).copy()
-            if flags.dtype != np.bool_ or flags.shape != scheduled.shape:
-                raise BatchError(
-                    f"is_prefilling is {flags.dtype} of shape {flags.shape}; give one bool a "
-                    f"request, shape {scheduled.shape}."
-                )
-        flags.flags.writeable = False
+            return None
+        flags = np.array(np.asarray(given))
+        if flags.dtype != np.bool_ or flags.shape != scheduled.shape:
+            raise BatchError(
+                f"is_prefilling is {flags.dtype} of shape {flags.shape}; give one bool a "
+                f"request, shape {scheduled.shape}."
+            )
+        flags.setflags(write=False)
         return flags
 
     @cached_property
-    def seq_lens(self) -> IntArray:
-        """[R] tokens of each request after this step: computed + scheduled."""
-        lens: IntArray = self.num_computed_tokens + self.num_scheduled_tokens
-        lens.flags.writeable = False
-        return lens
+    def is_prefilling(self) -> NDArray[np.bool_]:
+        """[R] whether each request is in its prompt, as given or inferred."""
+        if self._given_prefilling is not None:
+            return self._given_prefilling
+        flags: NDArray[np.bool_] = (self.num_scheduled_tokens > 1) | (self.num_computed_tokens == 0)
+        flags.setflags(write=False)
+        return flags
 
     @property
     def is_decode_only(self) -> bool:
         """Whether no request of the step is in its prompt."""
+        if self._given_prefilling is None and self.num_tokens > self.num_reqs:
+            return False
         return not self.is_prefilling.any()
 
     def request_of(self, token: int) -> int:

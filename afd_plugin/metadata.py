@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from afd_plugin.compat.known import builtin_rules
 from afd_plugin.errors import (
@@ -20,7 +21,7 @@ from afd_plugin.errors import (
     UnknownMetadataClass,
 )
 from afd_plugin.plan import SplitPlan
-from afd_plugin.rules import Pieces, Rule
+from afd_plugin.rules import Pieces, Rule, on_cpu
 
 M = TypeVar("M")
 
@@ -78,8 +79,8 @@ def resolve_rules(cls: type) -> tuple[tuple[str, Rule], ...]:
             rules.update(table)
     if not known or not dataclasses.is_dataclass(cls):
         raise UnknownMetadataClass(
-            f"no field rules are known for {_name(cls)}; known are the pinned CommonAttentionMetadata "
-            "classes and dataclasses given to register_metadata_rules(cls, rules)."
+            f"no field rules are known for {_name(cls)}; known are the pinned upstream classes "
+            "and dataclasses given to register_metadata_rules(cls, rules)."
         )
     fields = dataclasses.fields(cls)
     missing = [field.name for field in fields if field.name not in rules or not field.init]
@@ -105,10 +106,10 @@ def _check_parent(parent: Any, plan: SplitPlan) -> None:
     Rows after the batch's requests are padding and must be empty.
     """
     batch = plan.batch
-    offsets = np.asarray(parent.query_start_loc_cpu)
-    head = offsets[: batch.num_reqs + 1]
-    if not np.array_equal(head, batch.query_start_loc) or np.any(
-        offsets[batch.num_reqs :] != batch.num_tokens
+    offsets = _on_cpu("query_start_loc_cpu", parent.query_start_loc_cpu)
+    extra = offsets[batch.num_reqs + 1 :]
+    if not _equal(offsets[: batch.num_reqs + 1], batch.query_start_loc) or (
+        extra.size and (extra != batch.num_tokens).any()
     ):
         raise MetadataMismatch(
             f"query_start_loc {_short(offsets)} does not match the batch of the plan, "
@@ -121,19 +122,30 @@ def _check_parent(parent: Any, plan: SplitPlan) -> None:
         )
     if parent.seq_lens_cpu_upper_bound is None:
         return
-    bounds = np.asarray(parent.seq_lens_cpu_upper_bound)[: batch.num_reqs]
-    if np.array_equal(bounds, batch.seq_lens):
+    bounds = _on_cpu("seq_lens_cpu_upper_bound", parent.seq_lens_cpu_upper_bound)
+    bounds = bounds[: batch.num_reqs]
+    if _equal(bounds, batch.seq_lens):
         return
     # Bounds are exact for prefilling rows and may be higher for decodes.
-    wrong = bounds.size != batch.num_reqs
-    if not wrong:
-        off = (bounds != batch.seq_lens) & (batch.is_prefilling | (bounds < batch.seq_lens))
-        wrong = bool(off.any())
-    if wrong:
+    if (
+        bounds.shape != batch.seq_lens.shape
+        or ((bounds < batch.seq_lens) | (batch.is_prefilling & (bounds != batch.seq_lens))).any()
+    ):
         raise MetadataMismatch(
             f"seq_lens_cpu_upper_bound {_short(bounds)} does not match computed + scheduled "
             f"tokens of the batch, {_short(batch.seq_lens)}."
         )
+
+
+def _on_cpu(name: str, value: Any) -> NDArray[Any]:
+    view = on_cpu(value)
+    if view is None:
+        raise MetadataMismatch(f"field {name} is on {value.device}; it must be on the CPU.")
+    return view
+
+
+def _equal(left: NDArray[Any], right: NDArray[Any]) -> bool:
+    return left.shape == right.shape and bool(np.logical_and.reduce(left == right))
 
 
 def _short(values: Any) -> str:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from afd_plugin.errors import PlanError
 PlanPolicy = Literal["token_balanced_tp", "request_boundary", "given"]
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One of the two pieces of a step.
 
     ``token_slice``: real tokens of the batch; ``request_slice``: requests with a token in it.

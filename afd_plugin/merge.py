@@ -1,0 +1,87 @@
+"""Outputs of both stages → outputs of the step: the exact inverse of ``stage_inputs``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from afd_plugin.errors import StageTensorError
+from afd_plugin.plan import SplitPlan
+from afd_plugin.stage_inputs import token_axis
+
+
+def _join(plan: SplitPlan, name: str, axis: int, pieces: Sequence[Any]) -> torch.Tensor:
+    parts = []
+    for index, (stage, piece) in enumerate(zip(plan.stages, pieces, strict=True)):
+        if not isinstance(piece, torch.Tensor) or piece.ndim == 0:
+            raise StageTensorError(f"{name} of stage {index} is {piece!r}; it must be a tensor.")
+        if piece.shape[axis] != stage.num_input_tokens:
+            raise StageTensorError(
+                f"{name} of stage {index} has shape {tuple(piece.shape)}; axis {axis} must hold "
+                f"the stage's {stage.num_input_tokens} input tokens."
+            )
+        parts.append(piece.narrow(axis, 0, stage.num_tokens))
+    first, second = parts
+    if first.dtype != second.dtype or first.device != second.device:
+        raise StageTensorError(
+            f"{name} is {first.dtype} on {first.device} in stage 0 and {second.dtype} on "
+            f"{second.device} in stage 1; both stages must agree."
+        )
+    rest = [list(part.shape) for part in parts]
+    for shape in rest:
+        del shape[axis]
+    if rest[0] != rest[1]:
+        raise StageTensorError(
+            f"{name} has shape {tuple(first.shape)} in stage 0 and {tuple(second.shape)} in "
+            f"stage 1; all axes but axis {axis} must agree."
+        )
+    padding = plan.batch.num_input_tokens - plan.batch.num_tokens
+    if padding:
+        shape = list(first.shape)
+        shape[axis] = padding
+        parts.append(first.new_zeros(shape))
+    return torch.cat(parts, dim=axis)
+
+
+def merge_stage_outputs(plan: SplitPlan, outputs: Sequence[Any]) -> Any:
+    """The step's output in logical token order.
+
+    ``outputs``: what stage 0 and stage 1 returned, both a tensor, both a tuple or list of
+    tensors, or both a mapping of names to tensors; ``None`` entries must agree.  Tokens are on
+    axis 0, in mappings on the axis that ``stage_inputs.TOKEN_AXIS`` declares.  Each tensor has
+    its stage's ``num_input_tokens`` tokens; padding is dropped, and the result is zero-padded
+    to ``plan.batch.num_input_tokens``.
+
+    Raises :class:`StageTensorError` naming the output and stage that do not fit.
+    """
+    if len(outputs) != 2:
+        raise StageTensorError(f"{len(outputs)} stage outputs; a plan has exactly 2 stages.")
+    first, second = outputs
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        if list(first) != list(second):
+            raise StageTensorError(
+                f"stage 0 returned {sorted(first)} and stage 1 {sorted(second)}; they must agree."
+            )
+        return {name: _merged(plan, name, None, (first[name], second[name])) for name in first}
+    if isinstance(first, tuple | list) and isinstance(second, tuple | list):
+        if type(first) is not type(second) or len(first) != len(second):
+            raise StageTensorError(
+                f"stage 0 returned {len(first)} outputs and stage 1 {len(second)} "
+                f"({type(first).__name__}, {type(second).__name__}); they must agree."
+            )
+        pairs = enumerate(zip(first, second, strict=True))
+        return type(first)(_merged(plan, f"output {i}", 0, pair) for i, pair in pairs)
+    return _merged(plan, "output", 0, (first, second))
+
+
+def _merged(plan: SplitPlan, name: str, axis: int | None, pair: tuple[Any, Any]) -> Any:
+    absent = [piece is None for piece in pair]
+    if all(absent):
+        return None
+    if any(absent):
+        raise StageTensorError(
+            f"{name} is None in stage {absent.index(True)} only; both stages must agree."
+        )
+    return _join(plan, name, token_axis(name, pair[0]) if axis is None else axis, pair)
