@@ -1,0 +1,190 @@
+"""Charts of the page as inline SVG: stage balance, and difference against noise.
+
+Everything a chart shows is also said in words, in its ``aria-label`` and beside it.
+Colours come from the page's style sheet through class names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from math import isfinite
+
+from markupsafe import Markup
+
+from afd_testkit.failure import number
+from afd_testkit.results import Profile, StageBalance
+from afd_testkit.summary import imbalance
+
+_BAR_WIDTH, _BAR_HEIGHT = 400, 22
+_WIDTH, _HEIGHT = 640, 220
+_LEFT, _RIGHT, _TOP = 46, 8, 10
+_FLOOR = _HEIGHT - 24  # y of the axis
+#: Decades drawn below the largest value, so that one near-zero bucket cannot flatten the rest.
+_MOST_DECADES = 9
+
+
+def balance_words(step: StageBalance) -> str:
+    """One step in words: real tokens a stage, padding, imbalance, cut, reason, hazard."""
+    sizes = [
+        f"{real}{f' (+{physical - real} padding)' if physical > real else ''}"
+        for real, physical in zip(step.tokens, _physical(step), strict=True)
+    ]
+    if len(step.tokens) > 1:
+        cut = "inside a request" if step.cuts_request else "between requests"
+        parts = [f"{' | '.join(sizes)} tokens", f"imbalance {imbalance(step):.2f}", cut]
+    else:
+        parts = [f"not split: {''.join(sizes) or 0} tokens"]
+    return ", ".join([*parts, *(text for text in (step.reason, step.hazard) if text)])
+
+
+def _physical(step: StageBalance) -> list[int]:
+    """Physical tokens a stage; a step that was not split may report none, hence no padding."""
+    return [
+        max(step.input_tokens[stage], real) if stage < len(step.input_tokens) else real
+        for stage, real in enumerate(step.tokens)
+    ]
+
+
+def balance_bar(step: StageBalance, widest: int) -> Markup:
+    """One bar: the stages' real tokens, padding hatched, scaled to ``widest`` tokens in all."""
+    scale = _BAR_WIDTH / max(widest, 1)
+    shapes, x = [], 0.0
+    for stage, (real, physical) in enumerate(zip(step.tokens, _physical(step), strict=True)):
+        name = "solo" if len(step.tokens) == 1 else f"s{stage % 2}"
+        shapes.append(_rect(x, real * scale, name))
+        if physical > real:
+            # A few tokens of padding must stay visible beside hundreds of real ones.
+            shapes.append(_rect(x + real * scale, max((physical - real) * scale, 3.0), "pad"))
+        x += physical * scale
+        if stage + 1 < len(step.tokens):
+            shapes.append(Markup('<path class="seam" d="M{:.1f} 0v{}"/>').format(x, _BAR_HEIGHT))
+    return Markup(
+        '<svg class="bar" role="img" aria-label="{}" viewBox="0 0 {} {}"'
+        ' preserveAspectRatio="none">{}</svg>'
+    ).format(balance_words(step), _BAR_WIDTH + 4, _BAR_HEIGHT, Markup("").join(shapes))
+
+
+def _rect(x: float, width: float, name: str) -> Markup:
+    return Markup('<rect class="{}" x="{:.1f}" width="{:.1f}" height="{}"/>').format(
+        name, x, width, _BAR_HEIGHT
+    )
+
+
+def profile_words(profile: Profile) -> str:
+    """A profile in words: what is drawn, its extremes, the limit and the cut."""
+    cut = "" if profile.cut is None else f"; stage 1 begins at {profile.cut:.0%} of the axis"
+    odd = sum(not isfinite(value) for value in profile.difference)
+    return (
+        f"{profile.quantity} by position: largest difference {_peak(profile.difference)}, "
+        f"largest noise {_peak(profile.noise)}, limit {number(profile.limit)}"
+        f"{f'; {odd} positions not finite' if odd else ''}{cut}"
+    )
+
+
+def _peak(values: Sequence[float]) -> str:
+    if any(math.isnan(value) for value in values):
+        return "NaN"
+    return number(max(values)) if values else "not measured"
+
+
+def profile_chart(profile: Profile, points: int = 200) -> Markup:
+    """Difference and noise along the positions on a log scale, with limit and cut.
+
+    At most ``points`` points a line, each the maximum of its positions.  Zeros lie on the
+    floor of the chart, values that are not finite on its ceiling, marked.
+    """
+    difference = _coarse(profile.difference, points)
+    noise = _coarse(profile.noise, points)
+    low, high = _decades([*difference, *noise, profile.limit])
+    parts = [_axis(low, high)]
+    labels = []
+    if profile.cut is not None:
+        x = _LEFT + profile.cut * (_WIDTH - _LEFT - _RIGHT)
+        # Too near the right edge the label would be cut off.
+        anchor, shift = ("end", -5) if profile.cut > 0.8 else ("start", 5)
+        parts.append(Markup('<path class="cut" d="M{:.0f} {}V{}"/>').format(x, _TOP, _FLOOR))
+        labels.append(_label(x + shift, _FLOOR - 6, "stage 1 begins", anchor))
+    if isfinite(profile.limit) and profile.limit > 0:
+        y = _y(profile.limit, low, high)
+        parts.append(
+            Markup('<path class="limit" d="M{} {:.0f}H{}"/>').format(_LEFT, y, _WIDTH - _RIGHT)
+        )
+        labels.append(
+            _label(_WIDTH - _RIGHT, y - 4, f"limit {number(profile.limit)}", "end", "lim")
+        )
+    parts += [_line(noise, low, high, "noise"), _line(difference, low, high, "diff")]
+    parts += [_odd_mark(i, len(difference)) for i, v in enumerate(difference) if not isfinite(v)]
+    parts += labels
+    return Markup(
+        '<svg class="chart" role="img" aria-label="{}" viewBox="0 0 {} {}">{}</svg>'
+    ).format(profile_words(profile), _WIDTH, _HEIGHT, Markup("").join(parts))
+
+
+def _coarse(values: Sequence[float], points: int) -> list[float]:
+    """Maxima over equal runs of values, NaN winning, so that no peak is lost."""
+    size = max(1, math.ceil(len(values) / points))
+    runs = (values[start : start + size] for start in range(0, len(values), size))
+    return [math.nan if any(map(math.isnan, run)) else max(run) for run in runs]
+
+
+def _decades(values: Sequence[float]) -> tuple[int, int]:
+    """Exponents of ten that bound the positive values, at least one apart."""
+    logs = [math.log10(value) for value in values if isfinite(value) and value > 0]
+    if not logs:
+        return -8, 0
+    high = math.floor(max(logs)) + 1
+    return max(min(math.floor(min(logs)), high - 2), high - _MOST_DECADES), high
+
+
+def _y(value: float, low: int, high: int) -> float:
+    if not isfinite(value):
+        return _TOP
+    if value <= 0:
+        return _FLOOR
+    share = (math.log10(value) - low) / (high - low)
+    return _FLOOR - min(max(share, 0.0), 1.0) * (_FLOOR - _TOP)
+
+
+def _x(index: int, count: int) -> float:
+    return _LEFT + (index + 0.5) / count * (_WIDTH - _LEFT - _RIGHT)
+
+
+def _line(values: Sequence[float], low: int, high: int, name: str) -> Markup:
+    """A polyline; coordinates in whole pixels keep pages with hundreds of checks small."""
+    points = [
+        f"{_x(i, len(values)):.0f} {_y(value, low, high):.0f}" for i, value in enumerate(values)
+    ]
+    if not points:
+        return Markup("")
+    if len(points) == 1:  # one position: a mark as wide as the axis
+        points = [f"{_LEFT} {points[0].split()[1]}", f"{_WIDTH - _RIGHT} {points[0].split()[1]}"]
+    return Markup('<path class="{}" d="M{}"/>').format(name, "L".join(points))
+
+
+def _odd_mark(index: int, count: int) -> Markup:
+    return Markup('<circle class="odd" cx="{:.0f}" cy="{}" r="3"/>').format(_x(index, count), _TOP)
+
+
+def _label(x: float, y: float, text: str, anchor: str = "start", name: str = "") -> Markup:
+    return Markup('<text class="{}" x="{:.0f}" y="{:.0f}" text-anchor="{}">{}</text>').format(
+        name, x, y, anchor, text
+    )
+
+
+def _axis(low: int, high: int) -> Markup:
+    """Horizontal lines at powers of ten, every second or third where there are many."""
+    stride = max(1, math.ceil((high - low) / 5))
+    marks = []
+    for exponent in range(high, low - 1, -stride):
+        y = _y(10.0**exponent, low, high)
+        marks.append(
+            Markup('<path class="grid" d="M{} {:.0f}H{}"/>').format(_LEFT, y, _WIDTH - _RIGHT)
+        )
+        marks.append(_label(_LEFT - 5, y + 4, f"1e{exponent}" if exponent else "1", "end"))
+    marks.append(
+        Markup('<path class="axis" d="M{} {}H{}"/>').format(_LEFT, _FLOOR, _WIDTH - _RIGHT)
+    )
+    marks.append(_label(_LEFT, _HEIGHT - 6, "first position"))
+    marks.append(_label(_WIDTH - _RIGHT, _HEIGHT - 6, "last position", "end"))
+    return Markup("").join(marks)

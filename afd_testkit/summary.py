@@ -1,0 +1,191 @@
+"""What a run amounts to: the verdict, the counts, and one row a gate, engine, model and dtype.
+
+Record, terminal summary and page all show what is computed here, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from afd_testkit.results import CheckResult, Comparison, Outcome, StageBalance
+
+#: Facts that the summary shows when a gate reports them.
+FACT_HIT_PERCENT = "realized_hit_percent"  # number: prompt tokens served from the prefix cache
+FACT_CHUNKS = "realized_chunks"  # list of int: prefill steps of each request
+
+
+class Verdict(StrEnum):
+    """What a run says: only ``PASSED`` may be relied on."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    INCOMPLETE = "incomplete"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict and, one sentence each, why it is not better."""
+
+    verdict: Verdict
+    reasons: tuple[str, ...]
+
+
+def count_outcomes(checks: Iterable[CheckResult]) -> dict[str, int]:
+    """Number of checks of each outcome, zeros included, and ``total``."""
+    seen = Counter(check.outcome for check in checks)
+    counts = {str(outcome): seen[outcome] for outcome in Outcome}
+    return {"total": sum(counts.values()), **counts}
+
+
+def judge(counts: dict[str, int], *, not_run: int, interrupted: bool) -> Judgement:
+    """The verdict on a run.
+
+    A failed check fails the run, whatever else happened.  Without one, the run is incomplete
+    if it was interrupted, if selected items did not run, if a check ended in an error (then
+    nothing was judged), or if no check passed.  Skipped and waived checks leave the verdict
+    as it is; they are counted beside it.
+    """
+    failed = counts[Outcome.FAILED]
+    reasons = [
+        text
+        for count, text in (
+            (failed, f"{_checks(failed)} failed"),
+            (
+                counts[Outcome.ERROR],
+                f"{_checks(counts[Outcome.ERROR])} ended in an error, judging nothing",
+            ),
+            (int(interrupted), "the run was interrupted"),
+            (not_run, f"{not_run} selected {'item' if not_run == 1 else 'items'} did not run"),
+            (int(counts[Outcome.PASSED] == 0), "no check passed"),
+        )
+        if count
+    ]
+    if failed:
+        return Judgement(Verdict.FAILED, tuple(reasons))
+    return Judgement(Verdict.INCOMPLETE if reasons else Verdict.PASSED, tuple(reasons))
+
+
+def _checks(count: int) -> str:
+    return f"{count} {'check' if count == 1 else 'checks'}"
+
+
+def excess(comparison: Comparison) -> float:
+    """How far a comparison went: difference as a multiple of its limit; NaN counts as infinite.
+
+    A limit of zero (exact comparison) makes every difference infinite, and no difference 0.
+    """
+    if math.isnan(comparison.max_diff) or math.isnan(comparison.limit):
+        return math.inf
+    if comparison.max_diff == 0.0:
+        return 0.0
+    return comparison.max_diff / comparison.limit if comparison.limit > 0 else math.inf
+
+
+def severity(comparison: Comparison) -> tuple[bool, float]:
+    """Sort key: failing comparisons above passing ones, then by :func:`excess`."""
+    return (not comparison.ok, excess(comparison))
+
+
+def is_split(step: StageBalance) -> bool:
+    """Whether a step really ran as more than one stage."""
+    return step.policy != "unsplit" and sum(tokens > 0 for tokens in step.tokens) > 1
+
+
+def imbalance(step: StageBalance) -> float:
+    """Real tokens of the largest stage over the mean of all: 1.0 is even; 0.0 without tokens."""
+    total = sum(step.tokens)
+    return max(step.tokens) * len(step.tokens) / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class GateRow:
+    """The checks of one gate on one engine, model and dtype, in the order they ran."""
+
+    gate: str
+    engine: str
+    model: str
+    dtype: str
+    checks: tuple[CheckResult, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """As :func:`count_outcomes`."""
+        return count_outcomes(self.checks)
+
+    @property
+    def bad(self) -> int:
+        """Number of checks that failed or ended in an error."""
+        return sum(check.outcome in (Outcome.FAILED, Outcome.ERROR) for check in self.checks)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Steps that were really split, and those of them cut inside a request."""
+        split = [step for check in self.checks for step in check.balance if is_split(step)]
+        return len(split), sum(step.cuts_request for step in split)
+
+    def worst(self, quantity: str) -> Comparison | None:
+        """The comparison of ``quantity`` nearest to, or furthest over, its limit."""
+        found = (c for check in self.checks for c in check.comparisons if c.quantity == quantity)
+        return max(found, key=severity, default=None)
+
+    @property
+    def hit_percent(self) -> tuple[float, float] | None:
+        """Smallest and largest realized prefix hit, in percent of prompt tokens."""
+        return _extent(self._facts(FACT_HIT_PERCENT))
+
+    @property
+    def chunks(self) -> tuple[float, float] | None:
+        """Smallest and largest realized number of prefill steps of a request."""
+        return _extent(self._facts(FACT_CHUNKS))
+
+    def _facts(self, name: str) -> list[float]:
+        return [value for check in self.checks for value in _numbers(check.facts.get(name))]
+
+
+def _numbers(value: Any) -> list[float]:
+    """The numbers in a fact: itself, or the items of a list; anything else holds none."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return [
+        float(item)
+        for item in items
+        if isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item)
+    ]
+
+
+def _extent(values: Sequence[float]) -> tuple[float, float] | None:
+    return (min(values), max(values)) if values else None
+
+
+def gate_rows(checks: Iterable[CheckResult]) -> list[GateRow]:
+    """Checks grouped by engine, gate, model and dtype, in order of first appearance."""
+    groups: dict[tuple[str, str, str, str], list[CheckResult]] = {}
+    for check in checks:
+        key = (check.engine, check.gate, check.model, check.dtype)
+        groups.setdefault(key, []).append(check)
+    engines = list(dict.fromkeys(key[0] for key in groups))
+    ordered = sorted(groups.items(), key=lambda item: engines.index(item[0][0]))
+    return [
+        GateRow(gate, engine, model, dtype, tuple(members))
+        for (engine, gate, model, dtype), members in ordered
+    ]
+
+
+def failures(checks: Iterable[CheckResult]) -> list[CheckResult]:
+    """Failed checks, then checks that ended in an error; the largest excess first."""
+    bad = [check for check in checks if check.outcome in (Outcome.FAILED, Outcome.ERROR)]
+    return sorted(bad, key=lambda c: (c.outcome is Outcome.ERROR, -_check_excess(c)))
+
+
+def worst_comparison(check: CheckResult) -> Comparison | None:
+    """The comparison of a check that went furthest."""
+    return max(check.comparisons, key=severity, default=None)
+
+
+def _check_excess(check: CheckResult) -> float:
+    worst = worst_comparison(check)
+    return excess(worst) if worst is not None else 0.0
