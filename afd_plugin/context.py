@@ -110,9 +110,9 @@ class ScopeStack:
             scope = self._open.pop()
             try:
                 scope.__exit__(kind, error, trace)
-            except BaseException as failure:
-                if failure is not error:
-                    failures.append(failure)
+            except BaseException as raised:
+                if raised is not error:
+                    failures.append(raised)
         if not failures:
             return
         if error is not None:

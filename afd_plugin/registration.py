@@ -1,0 +1,21 @@
+"""The ``vllm.general_plugins`` entry point: completes or raises, as often as it is called."""
+
+from __future__ import annotations
+
+_done = False
+
+
+def register() -> None:
+    """Check the installed vLLM against the pinned contracts.
+
+    vLLM calls this in every process.  It is cheap after the first time.  Raises
+    :class:`~afd_plugin.errors.UpstreamDrift` or a metadata-rule error; vLLM then does not
+    start, which is the point: a fault here must not surface as wrong numbers later.
+    """
+    global _done
+    if _done:
+        return
+    from afd_plugin.compat.vllm import check_drift
+
+    check_drift()
+    _done = True

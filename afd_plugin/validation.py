@@ -1,0 +1,150 @@
+"""Start-up refusals: what is not known to be right does not start.
+
+The facts of a deployment are read once into a :class:`Setup` (``compat`` does that), then
+judged here, before any process group, connector or worker state exists.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from afd_plugin import errors as e
+from afd_plugin.config import AFDConfig
+from afd_plugin.errors import UnsupportedSetup
+
+# Backends whose metadata builder handles a request that begins with context, as the second
+# piece of a cut request does: read in vLLM 0.32.0's cpu_attn.py and amx_mla.py, and shown by
+# the gates.  cpu_mla.py drops the context without a word.
+CHUNKED_CONTEXT_BACKENDS = ("CPU_ATTN", "AMX_MLA")
+
+
+class RequestSplitWarning(UserWarning):
+    """The ``request`` policy runs where the better balanced ``token`` policy could."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a deployment is, in neutral terms; sizes are rank counts."""
+
+    prefill_context_parallel_size: int
+    decode_context_parallel_size: int
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    sequence_parallel_moe: bool
+    speculative_method: str | None
+    cudagraph_mode: str
+    compilation_mode: str
+    native_dbo: bool
+    model_runner_v2: bool
+    multimodal_prefix_lm: bool
+    encoder_decoder: bool
+    recurrent_state: bool
+    runner_type: str
+    lora: bool
+    kv_connector: str | None
+    expert_load_balancing: bool
+    kv_sharing_fast_prefill: bool
+    attention_backends: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One refusal: which value is judged, and when it is fine."""
+
+    refusal: type[UnsupportedSetup]
+    value: Callable[[Setup, AFDConfig], object]
+    fine: Callable[[object], bool]
+
+
+def _one(value: object) -> bool:
+    return value == 1
+
+
+def _off(value: object) -> bool:
+    return value is False or value is None
+
+
+def _chunked_context(value: object) -> bool:
+    return isinstance(value, tuple) and set(value) <= set(CHUNKED_CONTEXT_BACKENDS)
+
+
+# In the order in which they are judged.
+_EVERY_SPLIT = (
+    _Check(e.TooManyUbatches, lambda s, c: c.async_moe_num_ubatches, lambda v: v == 2),
+    _Check(e.AttentionSideGate, lambda s, c: c.compute_gate_on_attention, _off),
+    _Check(e.PrefillContextParallel, lambda s, c: s.prefill_context_parallel_size, _one),
+    _Check(e.DecodeContextParallel, lambda s, c: s.decode_context_parallel_size, _one),
+    _Check(e.SpeculativeDecoding, lambda s, c: s.speculative_method, _off),
+    _Check(e.CapturedGraph, lambda s, c: s.cudagraph_mode, lambda v: v == "NONE"),
+    _Check(e.CompiledModel, lambda s, c: s.compilation_mode, lambda v: v == "NONE"),
+    _Check(e.NativeDualBatchOverlap, lambda s, c: s.native_dbo, _off),
+    _Check(e.ModelRunnerV2, lambda s, c: s.model_runner_v2, _off),
+    _Check(e.MultimodalPrefixLM, lambda s, c: s.multimodal_prefix_lm, _off),
+    _Check(e.EncoderDecoder, lambda s, c: s.encoder_decoder, _off),
+    _Check(e.RecurrentState, lambda s, c: s.recurrent_state, _off),
+    _Check(e.PoolingRunner, lambda s, c: s.runner_type, lambda v: v == "generate"),
+    _Check(e.TensorParallel, lambda s, c: s.tensor_parallel_size, _one),
+    _Check(e.DataParallel, lambda s, c: s.data_parallel_size, _one),
+    _Check(e.PipelineParallel, lambda s, c: s.pipeline_parallel_size, _one),
+    _Check(e.SequenceParallelMoE, lambda s, c: s.sequence_parallel_moe, _off),
+    _Check(e.LoRAAdapters, lambda s, c: s.lora, _off),
+    _Check(e.KVConnector, lambda s, c: s.kv_connector, _off),
+    _Check(e.ExpertLoadBalancing, lambda s, c: s.expert_load_balancing, _off),
+    _Check(e.SharedKVFastPrefill, lambda s, c: s.kv_sharing_fast_prefill, _off),
+)
+# Only a cut inside a request makes a piece that starts with context.
+_TOKEN_SPLIT = (
+    _Check(e.AttentionBackendUnsupported, lambda s, c: s.attention_backends, _chunked_context),
+)
+
+
+def _refusals(
+    checks: tuple[_Check, ...], setup: Setup, config: AFDConfig
+) -> list[UnsupportedSetup]:
+    found = []
+    for check in checks:
+        value = check.value(setup, config)
+        if not check.fine(value):
+            found.append(check.refusal(value))
+    return found
+
+
+def validate(setup: Setup, config: AFDConfig) -> None:
+    """Refuse a split that is not known to be right in ``setup``.
+
+    Raises the first refusal, a subclass of :class:`UnsupportedSetup`; further ones are noted
+    on it.  With the split off there is nothing to refuse but an attention-side gate.  Warns
+    with :class:`RequestSplitWarning` where ``token`` would be supported too.
+    """
+    if not config.async_moe_ubatching:
+        if config.compute_gate_on_attention:
+            raise e.AttentionSideGate(config.compute_gate_on_attention)
+        return
+    by_token = config.async_moe_split == "token"
+    found = _refusals(_EVERY_SPLIT + (_TOKEN_SPLIT if by_token else ()), setup, config)
+    if found:
+        for other in found[1:]:
+            found[0].add_note(f"also: {other}")
+        raise found[0]
+    if not by_token and not _refusals(_TOKEN_SPLIT, setup, config):
+        warnings.warn(
+            "async_moe_split is 'request', which leaves stages as uneven as the requests are; "
+            "this deployment also supports 'token'. Set "
+            'additional_config={"afd": {"async_moe_split": "token"}} for balanced stages.',
+            RequestSplitWarning,
+            stacklevel=2,
+        )
+
+
+def validate_backends(names: tuple[str, ...], config: AFDConfig) -> None:
+    """Judge the backends that the loaded model's layers really chose.
+
+    A second look after model load, since single layers may choose their own.
+    Raises :class:`~afd_plugin.errors.AttentionBackendUnsupported`.
+    """
+    token_split = config.async_moe_ubatching and config.async_moe_split == "token"
+    if token_split and not _chunked_context(names):
+        raise e.AttentionBackendUnsupported(names)

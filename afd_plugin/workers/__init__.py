@@ -1,0 +1,1 @@
+"""Thin vLLM workers; what they share is in ``runner``."""
