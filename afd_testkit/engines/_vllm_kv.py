@@ -1,0 +1,107 @@
+"""Reads KV cache rows of vLLM's CPU attention backends by token position.
+
+CPU_ATTN packs keys inside a block in an order that depends on the instruction set.  The
+order is not assumed: the backend's own cache writer is run once on a scratch block whose
+every element carries its own number, and what lands where is the map.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from afd_testkit.engines.base import EngineError, FloatArray
+
+# Integers up to this are exact in bfloat16, the narrowest cache dtype read here.
+_DIGIT = 128
+
+
+class KvReader:
+    """Per-layer KV rows through a request's block table."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._maps: dict[tuple[object, ...], torch.Tensor] = {}
+        self._layers = self._attention_layers()
+
+    def backends(self) -> list[str]:
+        """Names of the attention backends in use, sorted."""
+        return sorted({layer.attn_backend.get_name() for _, layer in self._layers})
+
+    def read(self, row: int, tokens: int) -> tuple[FloatArray, ...]:
+        """One array a layer, [tokens, columns]: positions 0..tokens-1 of batch row ``row``.
+
+        Columns: keys of all KV heads, then values; or the latent row of MLA.
+        """
+        return tuple(self._read_layer(group, layer, row, tokens) for group, layer in self._layers)
+
+    def _attention_layers(self) -> list[tuple[int, Any]]:
+        """(KV cache group, attention layer) in model order."""
+        groups = self._runner.kv_cache_config.kv_cache_groups
+        group_of = {name: i for i, group in enumerate(groups) for name in group.layer_names}
+        context = self._runner.compilation_config.static_forward_context
+        return [(group_of[name], layer) for name, layer in context.items() if name in group_of]
+
+    def _read_layer(self, group: int, layer: Any, row: int, tokens: int) -> FloatArray:
+        table = self._runner.input_batch.block_table.block_tables[group]
+        size = int(table.block_size)
+        needed = -(-tokens // size)
+        if int(table.num_blocks_per_row[row]) < needed:
+            raise EngineError(
+                f"batch row {row} has {table.num_blocks_per_row[row]} KV blocks of {size}, "
+                f"too few for {tokens} prompt tokens"
+            )
+        ids = torch.from_numpy(table.block_table.np[row, :needed].astype(np.int64))
+        cache = layer.kv_cache
+        blocks = cache[ids]
+        if cache.dim() == 3:  # MLA: [blocks, block size, latent + rope]
+            rows = blocks.reshape(needed * size, -1)
+        elif cache.dim() == 4:  # CPU_ATTN: [blocks, heads, block size, 2 * head size]
+            order = self._order(layer, size)
+            rows = blocks.reshape(needed, -1)[:, order].reshape(needed * size, -1)
+        else:
+            raise EngineError(
+                f"KV cache of shape {tuple(cache.shape)} under backend "
+                f"{layer.attn_backend.get_name()} is not one this adapter can read"
+            )
+        result: FloatArray = rows[:tokens].to(torch.float32).numpy().copy()
+        return result
+
+    def _order(self, layer: Any, block_size: int) -> torch.Tensor:
+        """Flat positions inside a block, ordered by token, then key and value columns."""
+        cache = layer.kv_cache
+        key = (layer.isa, cache.dtype, tuple(cache.shape[1:]), block_size)
+        if key not in self._maps:
+            self._maps[key] = _learn_order(layer, block_size)
+        return self._maps[key]
+
+
+def _learn_order(layer: Any, block_size: int) -> torch.Tensor:
+    """Number every element of one block, write it, and find where each number went."""
+    from vllm import _custom_ops as ops
+
+    cache = layer.kv_cache
+    heads, head_size = int(cache.shape[1]), int(cache.shape[3]) // 2
+    count = 2 * heads * block_size * head_size
+    numbers = torch.arange(count).reshape(block_size, 2, heads, head_size)
+    found = torch.zeros(count, dtype=torch.int64)
+    slots = torch.arange(block_size)
+    weight = 1
+    while weight < count:  # one digit at a time, each exact in the cache's dtype
+        digits = (numbers // weight % _DIGIT).to(cache.dtype)
+        scratch = torch.zeros(1, heads, block_size, 2 * head_size, dtype=cache.dtype)
+        # The backend's own split of a block into keys and values.
+        halves = scratch.view(1, heads, 2 * block_size, head_size).chunk(2, dim=2)
+        key, value = digits[:, 0].contiguous(), digits[:, 1].contiguous()
+        ops.cpu_attn_reshape_and_cache(key, value, *halves, slots, layer.isa)
+        found += scratch.flatten().to(torch.int64) * weight
+        weight *= _DIGIT
+    order = torch.argsort(found)
+    if not torch.equal(found[order], torch.arange(count)):
+        raise EngineError(
+            f"the cache writer of instruction set {layer.isa!r} does not place each element "
+            "once; this adapter cannot read its KV rows"
+        )
+    return order
