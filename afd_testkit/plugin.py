@@ -1,1 +1,159 @@
-"""pytest hooks of the testkit."""
+"""The pytest plugin: wires the parts into a session, and offers them as fixtures.
+
+Loading it must stay cheap: nothing large is imported before a test, or a gate, needs it.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+
+from afd_testkit import gate_run, hookspecs, settings
+from afd_testkit.devices import BUILT_IN, VLLM_DISTRIBUTIONS, Demand, Needs, version_of
+from afd_testkit.gate_run import GateRun
+from afd_testkit.leaks import LeakGuard
+from afd_testkit.ledger import Ledger, load_ledger
+from afd_testkit.ledger_rule import LedgerRule
+from afd_testkit.need_rule import NeedRule
+from afd_testkit.settings import Settings
+
+if TYPE_CHECKING:
+    from afd_testkit.engines.base import EngineConfig, PrefillEngine
+    from afd_testkit.pool import EnginePool
+    from afd_testkit.results import CheckResult
+
+settings_key = pytest.StashKey[Settings]()
+needs_key = pytest.StashKey[Needs]()
+guard_key = pytest.StashKey[LeakGuard]()
+ledger_key = pytest.StashKey[Ledger]()
+
+_SHOWN_VERSIONS = ("torch", *VLLM_DISTRIBUTIONS, "vllm-ascend", "torch-npu", "transformers")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """All options, in one group."""
+    settings.add_options(parser)
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    """The extension points."""
+    pluginmanager.add_hookspecs(hookspecs)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Parse and check everything that can be wrong before a test runs."""
+    chosen = settings.parse_settings(config)
+    added = [need for group in config.hook.pytest_afd_needs() for need in group]
+    needs = Needs([*BUILT_IN, *added])
+    needs.check_known(chosen.require)
+    for need in needs:
+        usage = f"{need.name}(n)" if need.counted else need.name
+        config.addinivalue_line("markers", f"{usage}: {need.meaning}")
+    config.addinivalue_line("markers", "afd_gate(name): a gate; its checks go into the evidence")
+    path = config.getini("afd_ledger")
+    waivers = load_ledger(config.rootpath / path) if path else ()
+    ledger = Ledger(waivers, datetime.datetime.now(tz=datetime.UTC).date())
+    guard = LeakGuard(prepare=needs.prepare)
+    config.stash[settings_key] = chosen
+    config.stash[needs_key] = needs
+    config.stash[guard_key] = guard
+    config.stash[ledger_key] = ledger
+    rule = NeedRule(needs, chosen.require, strict=config.getini("afd_strict_needs"))
+    register = config.pluginmanager.register
+    register(rule, "afd-needs")
+    register(LedgerRule(ledger, strict=bool(path)), "afd-ledger")
+    register(GateRun(config, chosen, ledger), "afd-gates")
+    register(guard, "afd-leaks")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """What is in force: needs, engine, versions."""
+    needs, chosen = config.stash[needs_key], config.stash[settings_key]
+    present = [need.name for need in needs if needs.why_missing(Demand(need)) is None]
+    missing = [name for name in needs.names() if name not in present]
+    found = {name: version_of(name) for name in _SHOWN_VERSIONS}
+    versions = ", ".join(f"{name} {version}" for name, version in found.items() if version)
+    return [
+        f"afd: has {', '.join(present) or 'nothing'}; lacks {', '.join(missing) or 'nothing'}; "
+        f"required: {', '.join(chosen.require) or 'none'}; "
+        f"engine: {chosen.engine or 'chosen by each gate'}",
+        f"afd: {versions or 'neither torch nor vLLM is installed'}",
+    ]
+
+
+def pytest_afd_engine_names() -> list[str]:
+    """The engines that are shipped."""
+    return list(settings.BUILT_IN_ENGINES)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_afd_engine(config: EngineConfig, settings: Settings) -> PrefillEngine | None:
+    """Start a shipped engine; last, so that a plugin may put its own in place of one."""
+    if settings.engine == "reference":
+        from afd_testkit.engines.reference import ReferenceEngine
+
+        return ReferenceEngine(config)
+    if settings.engine == "vllm-cpu":
+        from afd_testkit.engines.vllm_cpu import VllmCpuEngine
+
+        return VllmCpuEngine(config, cache_dir=settings.cache)
+    return None
+
+
+@pytest.fixture(scope="session")
+def afd_settings(pytestconfig: pytest.Config) -> Settings:
+    """The options in force."""
+    return pytestconfig.stash[settings_key]
+
+
+@pytest.fixture(scope="session")
+def afd_engines(pytestconfig: pytest.Config) -> Iterator[EnginePool]:
+    """Running engines by configuration, started when first asked for, closed at the end."""
+    from afd_testkit.pool import EnginePool
+
+    hook = pytestconfig.hook
+    pool = EnginePool(
+        pytestconfig.stash[settings_key],
+        start=hook.pytest_afd_engine,
+        names=lambda: sorted({name for names in hook.pytest_afd_engine_names() for name in names}),
+        adopting=partial(pytestconfig.stash[guard_key].adopting, "engine pool"),
+    )
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def afd_progress(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """Write one line to the terminal at once, also while output is captured.
+
+    In a pytest-xdist worker there is no terminal, and nothing is written.
+    """
+    reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def write(line: str) -> None:
+        if reporter is None:
+            return
+        if capture is None:  # -p no:capture
+            reporter.ensure_newline()
+            reporter.write(f"{line}\n", flush=True)
+            return
+        with capture.global_and_fixture_disabled():
+            reporter.ensure_newline()
+            reporter.write(f"{line}\n", flush=True)
+
+    return write
+
+
+@pytest.fixture
+def record_check(request: pytest.FixtureRequest) -> Callable[[CheckResult], CheckResult]:
+    """Report a finished check; returns it as judged, which the ledger may have waived.
+
+    A gate fails its test when the outcome of what comes back is failed or an error.
+    """
+    ledger = request.config.stash[ledger_key]
+    return lambda result: gate_run.record(request.node, result, ledger)

@@ -1,0 +1,253 @@
+"""Collects what gates report, and writes the evidence when the session ends, however it ends.
+
+Every check travels as a property of its test's report, so that a run under pytest-xdist
+collects exactly as one without.  A gate item that ends without a check becomes one itself: an
+error, or skipped.  One that never ran is listed as such.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from afd_testkit.settings import Settings, check_results_dir
+
+if TYPE_CHECKING:
+    from afd_testkit.evidence import RunFiles, RunInfo
+    from afd_testkit.ledger import Ledger
+    from afd_testkit.results import CheckResult
+
+CHECK = "afd_check"
+GATE = "afd_gate"
+_OUTPUT = "afd_gates"
+
+#: The finished checks of the session, in the order in which they were reported.
+checks_key = pytest.StashKey[list["CheckResult"]]()
+
+
+def record(item: pytest.Item, result: CheckResult, ledger: Ledger) -> CheckResult:
+    """Attach ``result`` to ``item``; a failure that the ledger waives comes back as waived."""
+    from afd_testkit.ledger import check_id
+    from afd_testkit.results import Outcome
+
+    waiver = ledger.for_check(check_id(result))
+    if waiver is not None and result.outcome is Outcome.FAILED:
+        message = f"{waiver.label()}: {waiver.reason}\n{result.message}"
+        result = replace(result, outcome=Outcome.WAIVED, message=message)
+    item.user_properties.append((CHECK, json.dumps(result.as_dict())))
+    return result
+
+
+def check_from_dict(data: dict[str, Any]) -> CheckResult:
+    """The inverse of ``CheckResult.as_dict``, also after a round trip through JSON."""
+    from afd_testkit.results import CheckResult, Comparison, Outcome, Profile, StageBalance, Worst
+
+    def comparison(entry: dict[str, Any]) -> Comparison:
+        worst = entry["worst"]
+        return Comparison(**{**entry, "worst": None if worst is None else Worst(**worst)})
+
+    def balance(entry: dict[str, Any]) -> StageBalance:
+        pairs = {key: tuple(entry[key]) for key in ("tokens", "input_tokens")}
+        return StageBalance(**{**entry, **pairs})
+
+    def profile(entry: dict[str, Any]) -> Profile:
+        pairs = {key: tuple(entry[key]) for key in ("difference", "noise")}
+        return Profile(**{**entry, **pairs})
+
+    return CheckResult(
+        **{
+            **data,
+            "outcome": Outcome(data["outcome"]),
+            "comparisons": tuple(map(comparison, data["comparisons"])),
+            "balance": tuple(map(balance, data["balance"])),
+            "profile": None if data["profile"] is None else profile(data["profile"]),
+        }
+    )
+
+
+def gate_name(item: pytest.Item) -> str | None:
+    """The gate that ``item`` belongs to; :class:`pytest.UsageError` for a marker without name."""
+    mark = item.get_closest_marker(GATE)
+    if mark is None:
+        return None
+    if len(mark.args) != 1 or mark.kwargs or not isinstance(mark.args[0], str):
+        raise pytest.UsageError(f"{item.nodeid}: write @pytest.mark.{GATE}('name of the gate').")
+    return mark.args[0]
+
+
+class GateRun:
+    """One session's gates: hooks only, one object a session."""
+
+    def __init__(self, config: pytest.Config, settings: Settings, ledger: Ledger) -> None:
+        self._config = config
+        self._settings = settings
+        self._ledger = ledger
+        self._is_worker = hasattr(config, "workerinput")
+        self._checks = config.stash.setdefault(checks_key, [])
+        self._selected: dict[str, str] = {}  # gate by test id
+        self._ended: set[str] = set()
+        self._taken: dict[str, int] = {}  # properties already read, by test id
+        self._reported: set[str] = set()  # test ids with at least one check
+        self._open: pytest.Item | None = None
+        self._run: RunInfo | None = None
+        self._files: RunFiles | None = None
+        self._problem = ""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """With gates to run, the result folder is tried first."""
+        gates = {item.nodeid: gate_name(item) for item in session.items}
+        self._selected = {nodeid: gate for nodeid, gate in gates.items() if gate is not None}
+        if self._selected and not self._config.option.collectonly:
+            check_results_dir(self._settings.results)
+            if not self._is_worker:
+                self._run = self._begin()
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Every report of a gate item says so."""
+        if (gate := gate_name(item)) is not None:
+            item.user_properties.append((GATE, gate))
+            self._open = item
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Take over new checks, in the process that talks to the user."""
+        if self._is_worker:
+            return
+        waived = report.when == "call" and report.skipped and hasattr(report, "wasxfail")
+        self._take(report.nodeid, report.user_properties, waived=waived)
+        if report.nodeid not in self._selected:
+            return
+        if report.when == "teardown":
+            self._ended.add(report.nodeid)
+        if not report.passed and report.nodeid not in self._reported and not waived:
+            self._add_missing(report)
+
+    def _take(
+        self, nodeid: str, properties: Sequence[tuple[str, object]], *, waived: bool = False
+    ) -> None:
+        from afd_testkit.results import Outcome
+
+        start = self._taken.get(nodeid, 0)
+        self._taken[nodeid] = len(properties)
+        for name, value in properties[start:]:
+            if name == GATE:
+                self._selected.setdefault(nodeid, str(value))
+            elif name == CHECK:
+                result = check_from_dict(json.loads(str(value)))
+                if waived and result.outcome is Outcome.FAILED:
+                    result = replace(result, outcome=Outcome.WAIVED)
+                self._reported.add(nodeid)
+                self._config.hook.pytest_afd_check(result=result)
+
+    def _add_missing(self, report: pytest.TestReport) -> None:
+        """An item that failed, or was skipped, before its gate reported anything."""
+        from afd_testkit.results import CheckResult, Outcome
+
+        self._reported.add(report.nodeid)
+        result = CheckResult(
+            gate=self._selected[report.nodeid],
+            engine=self._settings.engine or "not started",
+            model="",
+            dtype="",
+            case=report.nodeid,
+            variant=report.when or "",
+            outcome=Outcome.SKIPPED if report.skipped else Outcome.ERROR,
+            message=report.longrepr[2] if isinstance(report.longrepr, tuple) else _text(report),
+            repeat=f"pytest {report.nodeid!r}",
+            seconds=report.duration,
+        )
+        self._config.hook.pytest_afd_check(result=result)
+
+    def pytest_afd_check(self, result: CheckResult) -> None:
+        """Keep it, and tell the ledger."""
+        from afd_testkit.ledger import check_id
+        from afd_testkit.results import Outcome
+
+        self._checks.append(result)
+        self._ledger.saw_check(check_id(result), passed=result.outcome is Outcome.PASSED)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """What a worker had selected; one that crashed cannot tell, the others can."""
+        if hasattr(node, "workeroutput"):
+            self._selected.update(node.workeroutput.get(_OUTPUT, {}))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Write the record and the page; also after Ctrl-C and after an internal error."""
+        if self._is_worker:
+            session.config.workeroutput[_OUTPUT] = self._selected  # type: ignore[attr-defined]
+            return
+        if self._open is not None and self._open.nodeid not in self._ended:
+            self._take(self._open.nodeid, self._open.user_properties)  # interrupted in the middle
+        if self._config.option.collectonly or not (self._selected or self._checks):
+            return
+        interrupted = exitstatus in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.INTERNAL_ERROR)
+        try:
+            self._write(interrupted=interrupted)
+        except Exception:  # whatever it is, the test results must still be shown; see below
+            self._problem = f"afd: no complete evidence was written\n{traceback.format_exc()}"
+            session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+        if exitstatus == pytest.ExitCode.INTERNAL_ERROR:  # pytest then has no closing summary
+            reporter = session.config.pluginmanager.getplugin("terminalreporter")
+            if reporter is not None:
+                self.pytest_terminal_summary(reporter)
+
+    def _begin(self) -> RunInfo:
+        from afd_testkit.evidence import RunInfo
+
+        configuration = {**asdict(self._settings), "require": list(self._settings.require)}
+        seeds = {}
+        if self._config.pluginmanager.hasplugin("randomly"):
+            seed = self._config.getoption("randomly_seed")
+            seeds = {"pytest-randomly": seed} if isinstance(seed, int) else {}
+        return RunInfo.begin(
+            ["pytest", *self._config.invocation_params.args],
+            configuration=configuration,
+            seeds=seeds,
+            directory=self._config.rootpath,
+        )
+
+    def _write(self, *, interrupted: bool) -> None:
+        from afd_testkit.evidence import NotRun, write_run
+
+        reason = "the run was interrupted" if interrupted else "the run ended before it"
+        not_run = [
+            NotRun(nodeid, reason, f"pytest {nodeid!r}")
+            for nodeid in self._selected
+            if nodeid not in self._ended
+        ]
+        begun = self._run or self._begin()  # under pytest-xdist the controller learns late
+        self._run = begun.end(interrupted=interrupted, not_run=not_run)
+        self._files = write_run(self._run, self._checks, self._settings.results)
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """The verdict, or why there is none."""
+        if self._problem:
+            terminalreporter.write_line(self._problem, red=True)
+        if self._run is None or (self._files is None and not self._problem):
+            return
+        from rich.console import Console
+
+        from afd_testkit.report import terminal_summary
+
+        console = Console(
+            file=StringIO(),
+            force_terminal=terminalreporter.hasmarkup,
+            width=shutil.get_terminal_size((100, 24)).columns,
+        )
+        with console.capture() as shown:
+            terminal_summary(self._checks, self._run, self._files, console)
+        terminalreporter.section("afd: gates")
+        terminalreporter.write(shown.get())
+
+
+def _text(report: pytest.TestReport) -> str:
+    """The failure as pytest shows it, without colours."""
+    return report.longreprtext

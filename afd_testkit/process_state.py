@@ -1,0 +1,319 @@
+"""What a test can leave changed in its process: one channel for each kind of state.
+
+A channel reads its state as a flat dictionary, says which differences are no leak, and puts
+single entries back.  torch and vLLM are looked at only where they are already loaded.
+
+Differences that come with the *first import of a package* are the package's, not the test's:
+
+- ``sys.modules``: new real modules are always fine.  Aliases, and modules made without a spec
+  (compiled extensions and lazy packages make them), are fine inside a package of which this test
+  imported a real module for the first time, and so is a package replacing such an entry of its
+  own.
+- ``torch`` attributes: torch's own submodules, and functions and classes that were defined in a
+  package first imported here (it patched torch while it was imported).  The standard library
+  does not count: importing ``unittest.mock`` does not excuse a mock.
+- operators: those which the dispatcher says were registered from a file of such a package.
+- ``os.environ``: the names in :data:`IMPORT_ENVIRONMENT`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Final, Protocol
+
+#: Stands for "not there", so that ``None`` in ``sys.modules`` stays a value.
+ABSENT: Final = object()
+
+#: Variables that a package sets while it is imported (seen with the versions in requirements/).
+IMPORT_ENVIRONMENT: Mapping[str, frozenset[str]] = {
+    "torch": frozenset({"TORCHINDUCTOR_CACHE_DIR"}),
+    "vllm": frozenset(
+        {
+            "PYTORCH_NVML_BASED_CUDA_CHECK",
+            "TILELANG_CLEANUP_TEMP_FILES",
+            "TORCHINDUCTOR_COMPILE_THREADS",
+            "TRITON_CACHE_AUTOTUNING",
+        }
+    ),
+    "cv2": frozenset({"LD_LIBRARY_PATH"}),
+}
+
+#: torch's own lazily filled private state, which any first use changes, and ``Storage``, which
+#: follows the default dtype (watched by itself).
+_TORCH_OWN = frozenset({"_initialized", "_queued_calls", "_cached_device_count", "Storage"})
+
+
+@dataclass(frozen=True)
+class Change:
+    """One entry of a channel that differs; ``old`` or ``new`` may be :data:`ABSENT`."""
+
+    channel: str
+    key: str
+    old: Any
+    new: Any
+
+
+@dataclass(frozen=True)
+class Imports:
+    """What was imported between two snapshots.
+
+    ``tops``: top-level names of the new real modules; ``packages``: those, without the standard
+    library.
+    ``placeholders``: parents of the collected test file, for which pytest may make empty modules.
+    """
+
+    tops: frozenset[str] = frozenset()
+    packages: frozenset[str] = frozenset()
+    placeholders: frozenset[str] = frozenset()
+
+    @classmethod
+    def between(
+        cls, old: Mapping[str, Any], new: Mapping[str, Any], collected: str | None = None
+    ) -> Imports:
+        """New entries of ``new``, a later content of ``sys.modules``.
+
+        ``collected`` is the file of the test module that was imported meanwhile, if any: what
+        that does while it is imported is its own doing, not some package's.
+        """
+        modules = [name for name, mod in new.items() if name not in old and is_real(name, mod)]
+        own = [name for name in modules if _file(new[name]) == collected is not None]
+        tops = {_top(name) for name in modules} - {_top(name) for name in own}
+        placeholders = {
+            name[:place] for name in own for place, char in enumerate(name) if char == "."
+        }
+        packages = tops - sys.stdlib_module_names
+        return cls(frozenset(tops), frozenset(packages), frozenset(placeholders))
+
+
+def is_real(name: str, module: object) -> bool:
+    """Whether an import of ``name`` made ``module``: it has a spec of that name, which has a
+    loader or a path."""
+    if not isinstance(module, ModuleType):
+        return False
+    spec = vars(module).get("__spec__")
+    return (
+        spec is not None
+        and spec.name == name
+        and (spec.loader is not None or spec.submodule_search_locations is not None)
+    )
+
+
+class Channel(Protocol):
+    """One kind of process state."""
+
+    name: str
+    remedy: str
+
+    def read(self) -> dict[str, Any] | None:
+        """The state now, ``None`` where its owner is not loaded."""
+        ...
+
+    def tolerates(self, change: Change, imports: Imports) -> bool:
+        """Whether ``change`` is no leak, given what was imported meanwhile."""
+        ...
+
+    def restore(self, change: Change) -> None:
+        """Put ``change.old`` back, as far as that is possible."""
+        ...
+
+
+class ModuleTable:
+    """``sys.modules``."""
+
+    name = "sys.modules"
+    remedy = "use monkeypatch.setitem(sys.modules, ...) or monkeypatch.delitem"
+
+    def read(self) -> dict[str, Any]:
+        """Module by name."""
+        return dict(sys.modules)
+
+    def tolerates(self, change: Change, imports: Imports) -> bool:
+        """Real modules are; see the module's docstring for those without a spec."""
+        if change.new is ABSENT or not isinstance(change.new, ModuleType):
+            return False
+        if change.old is not ABSENT and is_real(change.key, change.old):
+            return False
+        if change.old is ABSENT and is_real(change.key, change.new):
+            return True
+        # multiprocessing gives the main module a second name.
+        if change.key == "__mp_main__" or change.key in imports.placeholders:
+            return True
+        top = _top(change.key)
+        # Cython makes one such top-level module a compiler version, shared by all extensions.
+        return top in imports.tops or top.startswith(("_cython_", "cython_runtime"))
+
+    def restore(self, change: Change) -> None:
+        """Put the entry back or take it out."""
+        _put(sys.modules, change)
+
+
+class Environment:
+    """``os.environ``."""
+
+    name = "os.environ"
+    remedy = "use monkeypatch.setenv or monkeypatch.delenv"
+
+    def read(self) -> dict[str, Any]:
+        """Variables, without the one that pytest itself changes all the time."""
+        variables = dict(os.environ)
+        variables.pop("PYTEST_CURRENT_TEST", None)
+        return variables
+
+    def tolerates(self, change: Change, imports: Imports) -> bool:
+        """Variables that a first import is known to set."""
+        return change.old is ABSENT and any(
+            change.key in IMPORT_ENVIRONMENT.get(package, ()) for package in imports.packages
+        )
+
+    def restore(self, change: Change) -> None:
+        """Set or unset the variable."""
+        _put(os.environ, change)
+
+
+class TorchNames:
+    """The attributes of a torch module."""
+
+    remedy = "use monkeypatch.setattr"
+
+    def __init__(self, module: str) -> None:
+        self.name = module
+
+    def read(self) -> dict[str, Any] | None:
+        """Attribute by name."""
+        module = _loaded(self.name)
+        return None if module is None else dict(vars(module))
+
+    def tolerates(self, change: Change, imports: Imports) -> bool:
+        """Submodules, lazily filled private state, and what a first import patched in."""
+        if change.new is ABSENT:
+            return False
+        if change.key in _TORCH_OWN:
+            return True
+        if isinstance(change.new, ModuleType):
+            return change.old is ABSENT and is_real(f"{self.name}.{change.key}", change.new)
+        owner = getattr(change.new, "__module__", None)  # any object may stand here
+        return isinstance(owner, str) and _top(owner) in imports.packages
+
+    def restore(self, change: Change) -> None:
+        """Set or delete the attribute."""
+        _put(vars(sys.modules[self.name]), change)
+
+
+class TorchDefaults:
+    """Default dtype and the seed of torch's default generator."""
+
+    name = "torch defaults"
+    remedy = "restore the default dtype in a fixture; seed inside torch.random.fork_rng()"
+
+    def read(self) -> dict[str, Any] | None:
+        """``dtype`` and ``seed``."""
+        torch = _loaded("torch")
+        if torch is None:
+            return None
+        return {"dtype": torch.get_default_dtype(), "seed": torch.initial_seed()}
+
+    def tolerates(self, change: Change, imports: Imports) -> bool:
+        """Never."""
+        return False
+
+    def restore(self, change: Change) -> None:
+        """Set the old value; the random state is that of a fresh start from the old seed."""
+        torch = sys.modules["torch"]
+        if change.key == "dtype":
+            torch.set_default_dtype(change.old)
+        else:
+            torch.manual_seed(change.old)
+
+
+class Operators:
+    """Operators defined from Python, by qualified name (``namespace::name``)."""
+
+    name = "torch.ops"
+    remedy = (
+        "define operators in a scope that ends with the test (torch.library._scoped_library), "
+        "or in a module of the package, once"
+    )
+
+    def read(self) -> dict[str, Any] | None:
+        """Every name that a ``torch.library.Library`` holds; torch keeps the set in ``_defs``."""
+        torch = _loaded("torch")
+        return None if torch is None else dict.fromkeys(torch.library._defs, True)
+
+    def tolerates(self, change: Change, imports: Imports) -> bool:
+        """Operators registered from a file of a package first imported here; dropping is not."""
+        if change.new is ABSENT:
+            return False
+        custom = sys.modules["torch._library.custom_ops"].OPDEFS.get(change.key)
+        if custom is not None:  # the dispatcher knows only torch's own file for these
+            return _top(custom._init_fn.__module__) in imports.packages
+        dump = sys.modules["torch"]._C._dispatch_dump(change.key)
+        found = re.search(r"^debug: registered at (.*):\d+$", dump, re.MULTILINE)
+        return found is not None and found[1] in _files_of(imports.packages)
+
+    def restore(self, change: Change) -> None:
+        """Nothing: torch drops an operator only together with its library.  Snapshots are
+        taken anew for each test, so that the next one is not blamed."""
+
+
+class ForwardContext:
+    """vLLM's current forward context, a global of its module."""
+
+    name = "vllm.forward_context"
+    remedy = "enter it with a context manager that restores it, also after an exception"
+
+    def read(self) -> dict[str, Any] | None:
+        """The one global; a vLLM without it is an error, since the guard would be blind."""
+        module = _loaded(self.name)
+        return None if module is None else {"_forward_context": vars(module)["_forward_context"]}
+
+    def tolerates(self, change: Change, imports: Imports) -> bool:
+        """Never."""
+        return False
+
+    def restore(self, change: Change) -> None:
+        """Set the old context."""
+        _put(vars(sys.modules[self.name]), change)
+
+
+CHANNELS: tuple[Channel, ...] = (
+    ModuleTable(),
+    Environment(),
+    TorchNames("torch"),
+    TorchNames("torch.cuda"),
+    TorchNames("torch.accelerator"),
+    TorchDefaults(),
+    Operators(),
+    ForwardContext(),
+)
+
+
+def _put(table: MutableMapping[str, Any], change: Change) -> None:
+    if change.old is ABSENT:
+        table.pop(change.key, None)
+    else:
+        table[change.key] = change.old
+
+
+def _files_of(packages: frozenset[str]) -> set[str | None]:
+    """Source files of all loaded modules of ``packages``."""
+    return {_file(mod) for name, mod in list(sys.modules.items()) if _top(name) in packages}
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _file(module: object) -> str | None:
+    file = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+    return file if isinstance(file, str) else None
+
+
+def _loaded(name: str) -> Any:
+    """The module if it is loaded and real; a stand-in has no state worth watching."""
+    module = sys.modules.get(name)
+    return module if is_real(name, module) else None

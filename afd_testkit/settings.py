@@ -1,0 +1,161 @@
+"""Command-line options, parsed once into one frozen object and checked before any test runs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+GROUP = "afd"
+DEFAULT_RESULTS = "afd-results"
+BUILT_IN_ENGINES = ("reference", "vllm-cpu")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What was asked for on the command line.
+
+    ``require``: names of needs whose absence is a failure instead of a skip.
+    ``engine``: the engine to judge; ``None`` leaves the choice to each gate.
+    ``models``: checkpoint directories (absolute) or names of built-in recipes.
+    ``prompts``: the user's own prompts (absolute path), already checked line by line.
+    ``results``: folder for the record and the page.  ``cache``: folder for made models.
+    """
+
+    require: tuple[str, ...]
+    engine: str | None
+    models: tuple[str, ...]
+    prompts: Path | None
+    results: Path
+    cache: Path
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Register every option, and the ini settings, under one ``--help`` group."""
+    group = parser.getgroup(GROUP, "attention-FFN disaggregation: gates and needs")
+    group.addoption(
+        "--afd-require",
+        action="append",
+        default=[],
+        metavar="NEED",
+        help="fail, instead of skip, tests whose need NEED is missing (repeatable)",
+    )
+    group.addoption(
+        "--afd-engine",
+        metavar="NAME",
+        help="engine to judge: reference, vllm-cpu, or one that a hook provides "
+        "(default: chosen by each gate)",
+    )
+    group.addoption(
+        "--afd-model",
+        action="append",
+        default=[],
+        metavar="DIR|RECIPE",
+        help="checkpoint directory or built-in recipe to judge (repeatable; "
+        "default: chosen by each gate)",
+    )
+    group.addoption(
+        "--afd-prompts",
+        metavar="FILE.jsonl",
+        help="your own prompts, one JSON object a line with text or token_ids",
+    )
+    group.addoption(
+        "--afd-results",
+        metavar="DIR",
+        default=DEFAULT_RESULTS,
+        help=f"folder for the JSON record and the HTML page (default: {DEFAULT_RESULTS})",
+    )
+    group.addoption(
+        "--afd-cache",
+        metavar="DIR",
+        help="folder for made models (default: afd-testkit in the user's cache folder)",
+    )
+    parser.addini("afd_strict_needs", "every test must name a need", type="bool", default=False)
+    parser.addini(
+        "afd_ledger",
+        "TOML file of waived tests and checks, relative to the root folder; "
+        "once set, xfail marks need an entry in it",
+        default="",
+    )
+
+
+def parse_settings(config: pytest.Config) -> Settings:
+    """The options of ``config``; :class:`pytest.UsageError` for one that cannot be used."""
+    base = config.invocation_params.dir
+    cache: str | None = config.getoption("--afd-cache")
+    prompts: str | None = config.getoption("--afd-prompts")
+    engine: str | None = config.getoption("--afd-engine")
+    if engine is not None and not engine.strip():
+        raise pytest.UsageError("--afd-engine is empty; give a name such as reference or vllm-cpu.")
+    return Settings(
+        require=tuple(dict.fromkeys(config.getoption("--afd-require"))),
+        engine=engine,
+        models=tuple(_model(base, given, engine) for given in config.getoption("--afd-model")),
+        prompts=None if prompts is None else _prompts(base / prompts),
+        results=_folder("--afd-results", base / config.getoption("--afd-results")),
+        cache=_folder("--afd-cache", default_cache() if cache is None else base / cache),
+    )
+
+
+def default_cache() -> Path:
+    """``afd-testkit`` in the user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``)."""
+    root = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG rule: a relative path in the variable is to be ignored.
+    base = Path(root) if os.path.isabs(root) else Path.home() / ".cache"
+    return base / "afd-testkit"
+
+
+def check_results_dir(path: Path) -> None:
+    """Make the folder and prove that a file can be written there, leaving none behind.
+
+    Raises :class:`pytest.UsageError`, so that an hour of gates is not run for nothing.
+    """
+    # Imported here: only a run with gates writes results.
+    from afd_testkit.results_folder import ResultsFolderError, check_writable
+
+    try:
+        check_writable(path)
+    except ResultsFolderError as error:
+        raise pytest.UsageError(f"--afd-results: {error}") from error
+
+
+def _folder(option: str, path: Path) -> Path:
+    """``path``, unless something that is no folder stands at it or above it."""
+    for place in (path, *path.parents):
+        if place.is_dir():
+            break
+        if place.exists():
+            raise pytest.UsageError(f"{option} {path}: {place} is not a folder; name a folder.")
+    return path
+
+
+def _model(base: Path, given: str, engine: str | None) -> str:
+    """The absolute path of an existing directory, or a name as it is.
+
+    A name must be a recipe's, unless the engine is someone else's: that may know others.
+    """
+    if given and (base / given).is_dir():
+        return str(base / given)
+    if os.sep not in given and engine not in (None, *BUILT_IN_ENGINES):
+        return given
+    # Imported here: only a run that names a model pays for the recipes.
+    from afd_testkit.models.recipes import RECIPES
+
+    if given in RECIPES:
+        return given
+    raise pytest.UsageError(
+        f"--afd-model {given!r} is neither a directory nor a recipe; "
+        f"recipes are {', '.join(sorted(RECIPES))}."
+    )
+
+
+def _prompts(path: Path) -> Path:
+    from afd_testkit.prompts import PromptFileError, load_prompts
+
+    try:
+        load_prompts(path)
+    except PromptFileError as error:
+        raise pytest.UsageError(f"--afd-prompts: {error}") from error
+    return path
