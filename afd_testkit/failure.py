@@ -37,8 +37,8 @@ def extent(bounds: tuple[float, float] | None) -> str:
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters escaped, so that a name cannot steer a terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    """``text`` on one line with control characters escaped: no name can steer a terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def title(check: CheckResult) -> str:
@@ -105,5 +105,5 @@ def _block(comparison: Comparison) -> list[str]:
 
 
 def _labelled(label: str, text: str) -> list[str]:
-    first, *rest = printable(text).splitlines() or [""]
+    first, *rest = map(printable, text.splitlines() or [""])
     return [f"  {label:<10}{first}", *(f"  {'':<10}{line}" for line in rest)]

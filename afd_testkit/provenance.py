@@ -92,7 +92,7 @@ def read_source(directory: Path) -> Source:
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()
         reason = said[0] if said else f"exit code {error.returncode}"
-        return Source(None, None, None, f"no commit to name: git says {reason!r}")
+        return Source(None, None, None, f"git says {reason!r}")
     lines = status.splitlines()
     untracked = sum(line.startswith("??") for line in lines)
     return Source(commit, dirty=len(lines) > untracked, untracked=untracked)
