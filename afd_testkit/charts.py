@@ -12,7 +12,7 @@ from math import isfinite
 
 from markupsafe import Markup
 
-from afd_testkit.failure import number
+from afd_testkit.failure import number, printable
 from afd_testkit.results import Profile, StageBalance
 from afd_testkit.summary import imbalance
 
@@ -35,7 +35,7 @@ def balance_words(step: StageBalance) -> str:
         parts = [f"{' | '.join(sizes)} tokens", f"imbalance {imbalance(step):.2f}", cut]
     else:
         parts = [f"not split: {''.join(sizes) or 0} tokens"]
-    return ", ".join([*parts, *(text for text in (step.reason, step.hazard) if text)])
+    return printable(", ".join([*parts, *(text for text in (step.reason, step.hazard) if text)]))
 
 
 def _physical(step: StageBalance) -> list[int]:
@@ -76,8 +76,9 @@ def profile_words(profile: Profile) -> str:
     cut = "" if profile.cut is None else f"; stage 1 begins at {profile.cut:.0%} of the axis"
     odd = sum(not isfinite(value) for value in profile.difference)
     return (
-        f"{profile.quantity} by position: largest difference {_peak(profile.difference)}, "
-        f"largest noise {_peak(profile.noise)}, limit {number(profile.limit)}"
+        f"{printable(profile.quantity)} by position: "
+        f"largest difference {_peak(profile.difference)}, largest noise {_peak(profile.noise)}, "
+        f"limit {number(profile.limit)}"
         f"{f'; {odd} positions not finite' if odd else ''}{cut}"
     )
 

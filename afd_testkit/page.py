@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 from afd_testkit.charts import balance_bar, balance_words, profile_chart, profile_words
@@ -22,6 +23,7 @@ from afd_testkit.summary import (
 )
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from markupsafe import Markup
 
     from afd_testkit.evidence import RunInfo
@@ -70,8 +72,8 @@ class Workload:
     bars: list[Bar]
 
 
-def render_page(run: RunInfo, checks: Sequence[CheckResult]) -> str:
-    """The page as text."""
+@cache
+def _template() -> Template:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -84,10 +86,15 @@ def render_page(run: RunInfo, checks: Sequence[CheckResult]) -> str:
     environment.filters.update(
         number=number, printable=printable, title=title, failure=_failure_body, extent=extent
     )
+    return environment.get_template("page.html.j2")
+
+
+def render_page(run: RunInfo, checks: Sequence[CheckResult]) -> str:
+    """The page as text."""
     judgement = run.judge(checks)
     bad = failures(checks)
     rows = gate_rows(checks)
-    return environment.get_template("page.html.j2").render(
+    return _template().render(
         run=run,
         symbol=_SYMBOL[judgement.verdict],
         verdict=str(judgement.verdict),

@@ -116,13 +116,15 @@ _WORD = {
 
 def _table(rows: Sequence[GateRow], console: Console, most: int) -> Table:
     """One row a gate × model × dtype; those with failures stay when there are too many."""
-    kept = list(rows)
-    table = _filled_table(kept, len(rows))
-    while len(kept) > 1 and _height(table, console) > most:
-        # Drop the last row of those with the fewest bad checks.
-        fewest = min(row.bad for row in kept)
-        kept.remove([row for row in kept if row.bad == fewest][-1])
+    # The last of those with the fewest bad checks go first; each row takes a line at least.
+    expendable = sorted(range(len(rows)), key=lambda number: (rows[number].bad, -number))
+    dropped = set(expendable[: max(0, len(rows) - most)])
+    for following in expendable[len(dropped) :]:
+        kept = [row for number, row in enumerate(rows) if number not in dropped]
         table = _filled_table(kept, len(rows))
+        if len(kept) == 1 or _height(table, console) <= most:
+            break
+        dropped.add(following)
     return table
 
 
