@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib import resources
@@ -28,13 +26,6 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afd_testkit.provenance import (
-    Machine,
-    Source,
-    read_machine,
-    read_source,
-    read_versions,
-)
 from afd_testkit.results import CheckResult
 from afd_testkit.results_folder import (
     ResultsFolderError,
@@ -42,7 +33,8 @@ from afd_testkit.results_folder import (
     free_stem,
     write_or_fall_back,
 )
-from afd_testkit.summary import Judgement, count_outcomes, judge
+from afd_testkit.run_info import NotRun, RunInfo, Topology, timestamp
+from afd_testkit.summary import count_outcomes, judge
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -87,105 +79,12 @@ class InvalidRecordError(EvidenceError):
 
 
 @dataclass(frozen=True)
-class NotRun:
-    """A selected gate item that did not run, why, and the command that would run it."""
-
-    item: str
-    reason: str
-    command: str = ""
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Ranks of tensor, data, expert and pipeline parallelism."""
-
-    tp: int = 1
-    dp: int = 1
-    ep: int = 1
-    pp: int = 1
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """Everything about a run but its checks.  Timestamps are UTC, ``finished`` set at the end."""
-
-    run_id: str
-    started: str
-    command: tuple[str, ...]
-    source: Source
-    versions: Mapping[str, str | None]
-    machine: Machine
-    configuration: Mapping[str, Any] = field(default_factory=dict)
-    seeds: Mapping[str, int] = field(default_factory=dict)
-    topology: Topology = Topology()
-    not_run: tuple[NotRun, ...] = ()
-    interrupted: bool = False
-    finished: str | None = None
-
-    @classmethod
-    def begin(
-        cls,
-        command: Sequence[str],
-        *,
-        configuration: Mapping[str, Any] | None = None,
-        seeds: Mapping[str, int] | None = None,
-        topology: Topology = Topology(),
-        versions: Mapping[str, str] | None = None,
-        directory: Path | None = None,
-    ) -> RunInfo:
-        """A run that starts now, in ``directory`` (the current one), on this machine.
-
-        ``versions`` adds to the installed versions that are read here.
-        """
-        now = datetime.now(UTC)
-        return cls(
-            run_id=f"{now:%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(4)}",
-            started=timestamp(now),
-            command=tuple(command),
-            source=read_source(directory or Path.cwd()),
-            versions=read_versions(versions),
-            machine=read_machine(),
-            configuration=dict(configuration or {}),
-            seeds=dict(seeds or {}),
-            topology=topology,
-        )
-
-    def end(
-        self,
-        *,
-        interrupted: bool = False,
-        not_run: Sequence[NotRun] = (),
-        versions: Mapping[str, str] | None = None,
-    ) -> RunInfo:
-        """The same run, finished now; ``versions`` adds what engines said of themselves."""
-        return replace(
-            self,
-            finished=timestamp(datetime.now(UTC)),
-            interrupted=interrupted,
-            not_run=tuple(not_run),
-            versions={**self.versions, **(versions or {})},
-        )
-
-    def judge(self, checks: Sequence[CheckResult]) -> Judgement:
-        """The verdict on this run with these checks."""
-        return judge(
-            count_outcomes(checks), not_run=len(self.not_run), interrupted=self.interrupted
-        )
-
-
-@dataclass(frozen=True)
 class RunFiles:
     """What :func:`write_run` wrote; ``notices`` says what went another way than asked."""
 
     record: Path
     page: Path
     notices: tuple[str, ...] = ()
-
-
-def timestamp(moment: datetime) -> str:
-    """``moment`` in UTC as ISO 8601 with milliseconds and a ``Z``."""
-    utc = moment.astimezone(UTC)
-    return f"{utc:%Y-%m-%dT%H:%M:%S}.{utc.microsecond // 1000:03d}Z"
 
 
 def build_record(run: RunInfo, checks: Sequence[CheckResult]) -> dict[str, Any]:

@@ -113,7 +113,7 @@ SCENES = {
     "failed": (RUN.end(not_run=[NotRun("a", "b", "c")]), [CHECK, FAILED]),
     "interrupted": (RUN.end(interrupted=True, not_run=[NotRun("a", "b")]), [CHECK]),
     "empty": (RUN, []),
-    "many": (RUN, many(400)),
+    "many": (RUN, many(60)),
 }
 
 
