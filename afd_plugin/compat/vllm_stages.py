@@ -13,10 +13,10 @@ from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import AttentionGroup
 
-from afd_plugin import metadata
-from afd_plugin.context import AttributeSlot, ScopeStack, replaced
+from afd_plugin import context, metadata
+from afd_plugin.context import AttributeSlot, ScopeStack
 from afd_plugin.errors import UpstreamDrift
-from afd_plugin.plan import Stage, SplitPlan
+from afd_plugin.plan import SplitPlan, Stage
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def stage_builders(
         for group in (group for groups in attn_groups for group in groups):
             wrapped = StageBuilders(group.metadata_builders, plan)
             slot = AttributeSlot(group, "metadata_builders")
-            scopes.enter(replaced(slot, [wrapped]))
+            scopes.enter(context.replaced(slot, [wrapped]))
         yield
 
 
@@ -99,7 +99,7 @@ def stage_forward_context(
     padding = torch.zeros(rows, dtype=torch.bool)
     padding[stage.num_tokens :] = True
     descriptor = parent.batch_descriptor
-    return override_forward_context(
+    scope: AbstractContextManager[None] = override_forward_context(
         dataclasses.replace(
             parent,
             attn_metadata={layer: pair.built[index] for layer, pair in pairs.items()},
@@ -115,3 +115,4 @@ def stage_forward_context(
             additional_kwargs=dict(parent.additional_kwargs),
         )
     )
+    return scope

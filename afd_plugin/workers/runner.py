@@ -16,11 +16,11 @@ import numpy as np
 from vllm.forward_context import get_forward_context
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from afd_plugin import decision, pipeline
+from afd_plugin import context, decision, pipeline
 from afd_plugin.batch import ScheduledBatch
 from afd_plugin.compat.vllm_stages import StagePair, stage_builders, stage_forward_context
 from afd_plugin.config import AFDConfig
-from afd_plugin.context import AttributeSlot, replaced
+from afd_plugin.context import AttributeSlot
 from afd_plugin.decision import KVGroup, StepDecision
 from afd_plugin.errors import StageTensorError
 from afd_plugin.plan import SplitPlan
@@ -73,7 +73,7 @@ class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
         """Run one scheduled step and record what it realized."""
         step = _Step()
         completed = False
-        with replaced(AttributeSlot(self, "_afd_step"), step):
+        with context.replaced(AttributeSlot(self, "_afd_step"), step):
             try:
                 output = super().execute_model(scheduler_output, intermediate_tensors)
                 completed = True

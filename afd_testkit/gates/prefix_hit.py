@@ -1,0 +1,193 @@
+"""Gate ``prefix-hit``: prompts whose prefix is cached give what uncached prompts give.
+
+Invariant: a hit changes no result.  Oracle: the same engine with its own worker, unsplit and
+without prefix caching.  Realized hits come from the engine and must be those that the shared
+length and block size allow; a gate without hits fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from afd_testkit.engines.base import Prompt, RunResult, SplitSetting
+from afd_testkit.gates.session import Baseline, Check, GateSession, Subject, run_check
+from afd_testkit.gates.workloads import USER, Corpus
+from afd_testkit.results import CheckResult
+
+NAME = "prefix-hit"
+RATIOS = (0, 25, 50, 75, 90)  # percent of each prompt's tokens that all prompts share
+PROMPTS = 4
+LENGTH = 320  # tokens; with 32-token blocks the realized ratios are 0, 20, 50, 70 and 90 %
+SAME_STEP = "same-step"
+_SETTINGS: Sequence[SplitSetting] = (
+    SplitSetting("off"),
+    SplitSetting("token", 1),
+    SplitSetting("token", 4),
+    SplitSetting("request", 1),
+)
+
+
+def cases(session: GateSession) -> list[str]:
+    """Shared ratios, then the steps in which one request hits what another is writing."""
+    if session.user:
+        return [USER]
+    return [f"{ratio} %" for ratio in RATIOS] + [f"{SAME_STEP}, {end}" for end in _WRITERS]
+
+
+def family(corpus: Corpus, ratio: int, generation: int) -> tuple[Prompt, ...]:
+    """Prompts that share ``ratio`` percent; each generation has suffixes of its own."""
+    shared = LENGTH * ratio // 100
+    prefix = corpus.cut(0, shared)
+    return tuple(
+        Prompt(
+            name=f"g{generation}r{i}",
+            token_ids=prefix + corpus.cut(911 + 53 * (PROMPTS * generation + i), LENGTH - shared),
+        )
+        for i in range(PROMPTS)
+    )
+
+
+def _realized(run: RunResult) -> float:
+    """Percent of prompt tokens that came from the cache, as the engine reports it."""
+    cached = sum(request.cached_tokens for request in run.requests)
+    return 100 * cached / sum(len(request.token_ids) for request in run.requests)
+
+
+def _needs_split(check: Check, split: SplitSetting) -> None:
+    """With the split on, some step was really split."""
+    steps = sum(len(balance.tokens) == 2 for balance in check.balance)
+    check.facts["split_steps"] = check.facts.get("split_steps", 0) + steps
+    check.need(split.policy == "off" or check.facts["split_steps"] > 0, "no step was really split")
+
+
+def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResult]:
+    """Checks of one case, with the split off and on."""
+    if case.startswith(SAME_STEP):
+        yield from _same_step(session, subject, case)
+        return
+    for split in _SETTINGS:
+        for state in ("cold", "steady"):
+
+            def body(check: Check, split: SplitSetting = split, state: str = state) -> None:
+                if case == USER:
+                    _user_body(check, split, state)
+                else:
+                    _family_body(check, int(case.split()[0]), split, state)
+                _needs_split(check, split)
+
+            name = f"{state}, {split.policy}" + (
+                f", alignment {split.alignment}" if split.policy == "token" else ""
+            )
+            yield run_check(session, NAME, subject, case, name, body)
+
+
+def _family_body(check: Check, ratio: int, split: SplitSetting, state: str) -> None:
+    session, subject = check.session, check.subject
+    corpus = session.corpus(subject)
+    measured = family(corpus, ratio, 1)
+    baseline = session.baseline(subject, measured)
+    check.judging = True
+    engine = session.split(subject)
+    engine.reset_prefix_cache()
+    if state == "steady":
+        check.run(engine, family(corpus, ratio, 0), split)
+    result = check.run(engine, measured, split)
+    shared = LENGTH * ratio // 100
+    block = engine.config.block_size
+    hit = shared // block * block
+    # In a cold cache the first prompt finds nothing; its followers hit what it is writing.
+    expected = [0 if state == "cold" and i == 0 else hit for i in range(PROMPTS)]
+    realized = [request.cached_tokens for request in result.requests]
+    check.facts["requested_percent"] = ratio
+    check.facts["realized_percent"] = round(_realized(result), 1)
+    check.compare(result, baseline)
+    check.need(
+        realized == expected,
+        f"prompts sharing {shared} of {LENGTH} tokens must hit {expected} tokens with blocks of "
+        f"{block}; the engine reports {realized}",
+    )
+
+
+def _user_body(check: Check, split: SplitSetting, state: str) -> None:
+    session, subject = check.session, check.subject
+    prompts = session.users(subject)
+    baseline = session.baseline(subject, prompts)
+    check.judging = True
+    engine = session.split(subject)
+    engine.reset_prefix_cache()
+    if state == "steady":
+        check.run(engine, prompts, split)
+    result = check.run(engine, prompts, split)
+    check.facts["realized_percent"] = round(_realized(result), 1)
+    check.compare(result, baseline)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    check.need(
+        state == "cold" or longest <= engine.config.block_size or _realized(result) > 0,
+        "the prompts were sent twice, yet the engine reports no hit",
+    )
+
+
+# Tokens of the writing request, and how many of them the reader shares.  Behind the shared part
+# of 1000 a cut is safe; of 992 the reader needs the very last token, and no cut is.
+_WRITERS = {"cut moved": (1000, 960), "no safe cut": (992, 992)}
+_STEP = 544  # tokens a step
+
+
+def _same_step_prompts(corpus: Corpus, writer: int, shared: int) -> tuple[Prompt, ...]:
+    """A short request whose row a reader takes over, a writer of two steps, and the reader.
+
+    Step 1 runs the short request and the first chunk of the writer.  In step 2 the reader
+    takes the row that the short one left, before the writer's, and hits the blocks that the
+    writer computes in that very step.
+    """
+    long = corpus.cut(0, writer)
+    return (
+        Prompt("short", corpus.cut(4001, 8)),
+        Prompt("writer", long),
+        Prompt("reader", long[:shared] + corpus.cut(5003, 20)),
+    )
+
+
+def _same_step(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResult]:
+    ending = case.removeprefix(f"{SAME_STEP}, ")
+    for split in (SplitSetting("off"), SplitSetting("token", 1), SplitSetting("request", 1)):
+
+        def body(check: Check, split: SplitSetting = split) -> None:
+            prompts = _same_step_prompts(session.corpus(subject), *_WRITERS[ending])
+            baseline = session.baseline(subject, prompts)
+            check.judging = True
+            engine = session.split(subject, step_tokens=_STEP)
+            engine.reset_prefix_cache()
+            result = check.run(engine, prompts, split)
+            check.compare(result, baseline)
+            _check_hazard(check, result, baseline, split, ending)
+
+        yield run_check(session, NAME, subject, case, split.policy, body)
+
+
+def _check_hazard(
+    check: Check, result: RunResult, baseline: Baseline, split: SplitSetting, ending: str
+) -> None:
+    """The dependency really stood in one step, and the splitter named and avoided it."""
+    reader, writer = result.requests[2], result.requests[1]
+    check.facts["realized_percent"] = round(_realized(result), 1)
+    check.facts["reader_cached_tokens"] = reader.cached_tokens
+    second = result.steps[1]
+    names = [row.name for row in second.requests]
+    check.need(
+        names == ["reader", "writer"] and reader.cached_tokens > writer.chunks[0],
+        f"the reader must stand before the writer and hit blocks of its second chunk; the step "
+        f"ran {names} with {reader.cached_tokens} cached tokens after a first chunk of "
+        f"{writer.chunks[0]}",
+    )
+    if split.policy == "off" or second.evidence is None:
+        return
+    action = second.evidence["hazard_action"]
+    # Between request boundaries there is only one cut here, which is never safe.
+    wanted = "moved" if ending == "cut moved" and split.policy == "token" else "unsplit"
+    check.facts["hazard"] = second.evidence["hazard"]
+    check.facts["hazard_action"] = action
+    check.need(
+        action == wanted,
+        f"the hazard must be named and the step {wanted}; the evidence says {second.evidence}",
+    )

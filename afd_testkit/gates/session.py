@@ -1,0 +1,236 @@
+"""What all gates of a run share: engines, baselines with their noise, and how a check is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from afd_testkit.engines.base import (
+    EngineConfig,
+    EngineDied,
+    EngineError,
+    PrefillEngine,
+    Prompt,
+    RunResult,
+    SplitSetting,
+)
+from afd_testkit.gates.compare import Noise, NotComparable, compare, profile
+from afd_testkit.gates.tolerances import tolerances
+from afd_testkit.gates.workloads import Corpus, user_prompts
+from afd_testkit.prompts import UserPrompt
+from afd_testkit.results import CheckResult, Comparison, Outcome, Profile, StageBalance
+
+StartEngine = Callable[[EngineConfig], PrefillEngine]
+
+
+class Requirement(Exception):
+    """A realized fact is not what the gate needs; the check fails with this text."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Unsplit results of the stock engine: once, again, and in another batch composition."""
+
+    run: RunResult
+    again: RunResult
+    other: RunResult
+    noise: Noise
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is judged: a model on an engine in a dtype."""
+
+    engine: str
+    model: str
+    dtype: str
+
+    @property
+    def short_model(self) -> str:
+        """The recipe's name, or the last part of a checkpoint's path."""
+        return Path(self.model).name
+
+
+@dataclass
+class GateSession:
+    """Engines and baselines of one run of gates.
+
+    ``start``: gives the running engine of a configuration.  ``user``: the user's prompts, which
+    then take the place of the built-in workloads.  ``fault``: injected into every run under
+    test (never into a baseline).
+    """
+
+    start: StartEngine
+    paragraphs: Sequence[str]
+    user: Sequence[UserPrompt] = ()
+    progress: Callable[[str], None] = lambda line: None
+    fault: str | None = None
+    baselines: dict[tuple[Subject, str], Baseline] = field(default_factory=dict)
+
+    def config(self, subject: Subject, **options: Any) -> EngineConfig:
+        """Engine configuration of ``subject``; wide enough for the user's prompts."""
+        base = EngineConfig(model=subject.model, dtype=subject.dtype)
+        return replace(base, **options)
+
+    def stock(self, subject: Subject) -> PrefillEngine:
+        """The engine with its own worker: whole steps, no prefix cache."""
+        return self.start(self.config(subject))
+
+    def split(self, subject: Subject, step_tokens: int | None = None) -> PrefillEngine:
+        """The engine with the splitting worker and prefix caching."""
+        return self.start(
+            self.config(subject, worker="afd", prefix_caching=True, step_tokens=step_tokens)
+        )
+
+    def corpus(self, subject: Subject) -> Corpus:
+        """The prose under the subject's tokenizer."""
+        return Corpus(self.stock(subject), self.paragraphs)
+
+    def users(self, subject: Subject) -> tuple[Prompt, ...]:
+        """The user's prompts under the subject's tokenizer."""
+        return user_prompts(self.stock(subject), self.user)
+
+    def baseline(self, subject: Subject, prompts: Sequence[Prompt]) -> Baseline:
+        """Unsplit results and noise for ``prompts``, computed once a session.
+
+        Noise: the same input twice, and the same prompts in reversed order, which changes
+        every prompt's place and neighbours in the batch.
+        """
+        key = (subject, repr([(p.name, p.token_ids, p.max_tokens) for p in prompts]))
+        if key not in self.baselines:
+            engine = self.stock(subject)
+            run = engine.run(prompts)
+            again = engine.run(prompts)
+            other = engine.run(tuple(reversed(prompts)))
+            noise = Noise.between([(again, run), (other, run)])
+            self.baselines[key] = Baseline(run, again, other, noise)
+        return self.baselines[key]
+
+
+def salted(prompts: Sequence[Prompt], salt: str) -> tuple[Prompt, ...]:
+    """``prompts`` with their own prefix-cache entries, so that they hit nothing of others."""
+    return tuple(replace(prompt, cache_salt=salt) for prompt in prompts)
+
+
+@dataclass
+class Check:
+    """One check while it runs; see :func:`run_check`."""
+
+    session: GateSession
+    gate: str
+    subject: Subject
+    case: str
+    variant: str
+    comparisons: list[Comparison] = field(default_factory=list)
+    balance: list[StageBalance] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    profile: Profile | None = None
+    judging: bool = False  # set once the baseline stands: from then on an error is a failure
+
+    def run(
+        self, engine: PrefillEngine, prompts: Sequence[Prompt], split: SplitSetting
+    ) -> RunResult:
+        """Run under test: with the session's fault, its step evidence recorded."""
+        result = engine.run(prompts, split=split, fault=self.session.fault)
+        self.balance.extend(balances(result))
+        return result
+
+    def compare(self, actual: RunResult, baseline: Baseline) -> None:
+        """Compare with the baseline; the last comparison also gives the profile."""
+        limits = tolerances(self.gate, self.subject.dtype)
+        self.comparisons.extend(compare(actual, baseline.run, baseline.noise, limits))
+        self.profile = profile(
+            actual,
+            baseline.run,
+            (baseline.other, baseline.run),
+            limits["logprob"].with_noise(baseline.noise.maximum["logprob"]),
+        )
+
+    def need(self, ok: bool, text: str) -> None:
+        """A realized fact that the check stands on.  Raises :class:`Requirement`."""
+        if not ok:
+            raise Requirement(text)
+
+
+def balances(run: RunResult) -> Iterator[StageBalance]:
+    """Realized stage sizes of every step with a prefill in it."""
+    for step in run.steps:
+        evidence = step.evidence
+        if evidence is None or evidence["reason"] == "decode_only":
+            continue
+        yield StageBalance(
+            policy=evidence["policy"],
+            tokens=tuple(evidence["stage_tokens"]),
+            input_tokens=tuple(evidence["stage_input_tokens"]),
+            cuts_request=evidence["cuts_request"],
+            reason=evidence["reason"],
+            hazard=evidence["hazard"],
+        )
+
+
+def run_check(
+    session: GateSession,
+    gate: str,
+    subject: Subject,
+    case: str,
+    variant: str,
+    body: Callable[[Check], None],
+) -> CheckResult:
+    """Run ``body`` as one check and say how it ended.
+
+    A run under test that raises has failed; an engine that died, or a baseline that raised,
+    judged nothing and is an error.
+    """
+    check = Check(session, gate, subject, case, variant)
+    started = time.perf_counter()
+    outcome, message = Outcome.PASSED, ""
+    try:
+        body(check)
+        if not all(comparison.ok for comparison in check.comparisons):
+            outcome = Outcome.FAILED
+    except (Requirement, NotComparable) as error:
+        outcome, message = Outcome.FAILED, str(error)
+    except EngineDied as error:
+        outcome, message = Outcome.ERROR, str(error)
+    except EngineError as error:
+        outcome = Outcome.FAILED if check.judging else Outcome.ERROR
+        message = f"the run raised: {error}"
+    result = CheckResult(
+        gate=gate,
+        engine=subject.engine,
+        model=subject.short_model,
+        dtype=subject.dtype,
+        case=case,
+        variant=variant,
+        outcome=outcome,
+        comparisons=tuple(check.comparisons),
+        balance=tuple(check.balance),
+        profile=check.profile,
+        facts=check.facts,
+        message=message,
+        seconds=time.perf_counter() - started,
+    )
+    session.progress(progress_line(result))
+    return result
+
+
+def progress_line(result: CheckResult) -> str:
+    """One line a check: what, how far apart, how it ended."""
+    logprob = next((c for c in result.comparisons if c.quantity == "logprob"), None)
+    figures = "" if logprob is None else f"  |dlogp| {logprob.max_diff:.1e} <= {logprob.limit:.1e}"
+    return (
+        f"  {result.gate:11s} {result.model} {result.dtype}  {result.case}  {result.variant}"
+        f"{figures}  {result.outcome.upper()}  {result.seconds:.1f} s"
+    )
+
+
+def expected_cut(num_tokens: int, alignment: int) -> int | None:
+    """Where the token policy must cut an unhazardous step, by its definition.
+
+    The multiple of ``alignment`` inside (0, T) nearest to T / 2, ties to the later one.
+    """
+    inside = range(alignment, num_tokens, alignment)
+    return min(inside, key=lambda cut: (abs(2 * cut - num_tokens), -cut), default=None)

@@ -1,0 +1,108 @@
+"""Gate ``stability``: nothing depends on what ran before, or on the rest of the batch.
+
+Invariant: a prompt's result is its own.  Oracle: each prompt alone on the same engine with its
+own worker.  One engine runs many mixed steps with the split on, its settings interleaved, with
+prefix hits and decodes among prefills; in the end the first batch must come out as it first did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from afd_testkit.engines.base import Prompt, RunResult, SplitSetting
+from afd_testkit.gates.compare import Noise
+from afd_testkit.gates.session import Baseline, Check, GateSession, Subject, run_check
+from afd_testkit.gates.workloads import USER
+from afd_testkit.results import CheckResult, Comparison
+
+NAME = "stability"
+ROUNDS = 10
+_INTERLEAVED: Sequence[SplitSetting] = (
+    SplitSetting("token", 1),
+    SplitSetting("request", 1),
+    SplitSetting("token", 8),
+    SplitSetting("off"),
+    SplitSetting("token", 2),
+)
+STEP_TOKENS = 256  # small enough that most rounds mix chunks, new prompts and decodes
+
+
+def cases(session: GateSession) -> list[str]:
+    """One engine, many rounds."""
+    return [USER if session.user else "interleaved"]
+
+
+def _rounds(session: GateSession, subject: Subject) -> list[tuple[Prompt, ...]]:
+    """Batches of prompts; the same lengths in every run, some prompts come again and again."""
+    if session.user:
+        return [session.users(subject)] * ROUNDS
+    corpus = session.corpus(subject)
+    random = np.random.default_rng(7)
+    pool = corpus.prompts([int(n) for n in random.integers(1, 220, 14)], prefix="p", max_tokens=3)
+    return [
+        tuple(pool[i] for i in random.permutation(len(pool))[: int(random.integers(2, 8))])
+        for _ in range(ROUNDS)
+    ]
+
+
+def _alone(session: GateSession, subject: Subject, rounds: list[tuple[Prompt, ...]]) -> Baseline:
+    """Every prompt by itself, twice."""
+    prompts = {prompt.name: prompt for batch in rounds for prompt in batch}
+    runs = []
+    for _ in range(2):
+        engine = session.stock(subject)
+        single = [engine.run([prompt]) for prompt in prompts.values()]
+        runs.append(
+            RunResult(
+                requests=tuple(request for run in single for request in run.requests),
+                steps=(),
+                seconds=sum(run.seconds for run in single),
+            )
+        )
+    together = session.stock(subject).run(tuple(prompts.values()))
+    noise = Noise.between([(runs[1], runs[0]), (together, runs[0])])
+    return Baseline(runs[0], runs[1], together, noise)
+
+
+def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResult]:
+    """One check over all rounds, one over the return to the first."""
+    rounds = _rounds(session, subject)
+    first: list[RunResult] = []
+
+    def mixed(check: Check) -> None:
+        baseline = _alone(session, subject, rounds)
+        check.judging = True
+        engine = session.split(subject, step_tokens=STEP_TOKENS)
+        engine.reset_prefix_cache()
+        for number, batch in enumerate(rounds):
+            split = _INTERLEAVED[number % len(_INTERLEAVED)]
+            result = check.run(engine, batch, split)
+            if number == 0:
+                first.append(result)
+            check.compare(result, baseline)
+        check.facts["rounds"] = len(rounds)
+        check.facts["split_steps"] = sum(len(balance.tokens) == 2 for balance in check.balance)
+        check.facts["steps"] = len(check.balance)
+        check.facts["steps_cut_inside_request"] = sum(b.cuts_request for b in check.balance)
+        # The worst round of each quantity stands for all.
+        worst: dict[str, Comparison] = {}
+        for comparison in check.comparisons:
+            held = worst.get(comparison.quantity)
+            if held is None or comparison.max_diff > held.max_diff:
+                worst[comparison.quantity] = comparison
+        check.comparisons = list(worst.values())
+        check.need(check.facts["split_steps"] > 0, "no step was really split")
+
+    yield run_check(session, NAME, subject, case, f"{len(rounds)} rounds", mixed)
+
+    def returned(check: Check) -> None:
+        check.need(bool(first), "the first round gave no result to return to")
+        baseline = Baseline(first[0], first[0], first[0], Noise.between([(first[0], first[0])]))
+        check.judging = True
+        engine = session.split(subject, step_tokens=STEP_TOKENS)
+        engine.reset_prefix_cache()
+        check.compare(check.run(engine, rounds[0], _INTERLEAVED[0]), baseline)
+
+    yield run_check(session, NAME, subject, case, "first round again", returned)
