@@ -95,6 +95,8 @@ class GateRun:
         self._ended: set[str] = set()
         self._taken: dict[str, int] = {}  # properties already read, by test id
         self._reported: set[str] = set()  # test ids with at least one check
+        self._blamed: set[str] = set()  # test ids with a failed check, or one in error
+        self._refusal = ""
         self._open: pytest.Item | None = None
         self._run: RunInfo | None = None
         self._files: RunFiles | None = None
@@ -104,16 +106,26 @@ class GateRun:
         """With gates to run, the result folder is tried first."""
         gates = {item.nodeid: gate_name(item) for item in session.items}
         self._selected = {nodeid: gate for nodeid, gate in gates.items() if gate is not None}
-        if self._selected and not self._config.option.collectonly:
+        if not self._selected or self._config.option.collectonly:
+            return
+        try:
             check_results_dir(self._settings.results)
+        except pytest.UsageError as error:
             if not self._is_worker:
-                self._run = self._begin()
+                self._selected.clear()  # nothing runs, so there is nothing to write about
+                raise
+            self._refusal = str(error)  # a worker cannot stop the session; its gates refuse
+        if not self._is_worker:
+            self._run = self._begin()
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Every report of a gate item says so."""
+        """Every report of a gate item says so, also that of a skipped one."""
         if (gate := gate_name(item)) is not None:
             item.user_properties.append((GATE, gate))
             self._open = item
+            if self._refusal:
+                pytest.fail(self._refusal, pytrace=False)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take over new checks, in the process that talks to the user."""
@@ -123,9 +135,11 @@ class GateRun:
         self._take(report.nodeid, report.user_properties, waived=waived)
         if report.nodeid not in self._selected:
             return
-        if report.when == "teardown":
+        if report.when not in ("setup", "call"):  # teardown, or a crashed worker's report
             self._ended.add(report.nodeid)
-        if not report.passed and report.nodeid not in self._reported and not waived:
+        unexplained = report.failed and report.nodeid not in self._blamed
+        unmentioned = report.skipped and report.nodeid not in self._reported
+        if unexplained or unmentioned:
             self._add_missing(report)
 
     def _take(
@@ -143,13 +157,17 @@ class GateRun:
                 if waived and result.outcome is Outcome.FAILED:
                     result = replace(result, outcome=Outcome.WAIVED)
                 self._reported.add(nodeid)
+                if result.outcome in (Outcome.FAILED, Outcome.ERROR):
+                    self._blamed.add(nodeid)
                 self._config.hook.pytest_afd_check(result=result)
 
     def _add_missing(self, report: pytest.TestReport) -> None:
-        """An item that failed, or was skipped, before its gate reported anything."""
+        """A gate item that failed without a bad check, or was skipped without any."""
         from afd_testkit.results import CheckResult, Outcome
 
         self._reported.add(report.nodeid)
+        if report.failed:
+            self._blamed.add(report.nodeid)
         result = CheckResult(
             gate=self._selected[report.nodeid],
             engine=self._settings.engine or "not started",
@@ -158,7 +176,7 @@ class GateRun:
             case=report.nodeid,
             variant=report.when or "",
             outcome=Outcome.SKIPPED if report.skipped else Outcome.ERROR,
-            message=report.longrepr[2] if isinstance(report.longrepr, tuple) else _text(report),
+            message=_message(report),
             repeat=f"pytest {report.nodeid!r}",
             seconds=report.duration,
         )
@@ -227,6 +245,7 @@ class GateRun:
         self._run = begun.end(interrupted=interrupted, not_run=not_run)
         self._files = write_run(self._run, self._checks, self._settings.results)
 
+    @pytest.hookimpl(trylast=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """The verdict, or why there is none."""
         if self._problem:
@@ -248,6 +267,10 @@ class GateRun:
         terminalreporter.write(shown.get())
 
 
-def _text(report: pytest.TestReport) -> str:
-    """The failure as pytest shows it, without colours."""
-    return report.longreprtext
+def _message(report: pytest.TestReport) -> str:
+    """Why it was skipped, or the error's own line above the failure as pytest shows it."""
+    if isinstance(report.longrepr, tuple):  # file, line, reason of a skip
+        return report.longrepr[2]
+    text = report.longreprtext
+    told = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+    return "\n".join([*told[:1], text])

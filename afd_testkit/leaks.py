@@ -204,7 +204,11 @@ def _show(value: object) -> str:
 def _changes(channel: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """The entries in which two states of a channel differ."""
     # The common case, nothing changed, must cost microseconds: no Python code for each entry.
-    if old.keys() == new.keys() and all(map(operator.is_, old.values(), new.values())):
+    if (
+        len(old) == len(new)
+        and all(map(operator.is_, old.values(), new.values()))
+        and list(old) == list(new)
+    ):
         return []
     pairs = ((key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in {**old, **new})
     return [Change(channel, key, a, b) for key, a, b in pairs if not _same(a, b)]
