@@ -56,7 +56,9 @@ def test_a_required_need_turns_the_same_run_red(pytester: pytest.Pytester) -> No
     result = pytester.runpytest_inprocess(*QUIET, "--afd-require", "moon")
     result.assert_outcomes(errors=2)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
-    result.stdout.fnmatch_lines(["*needs moon(1): the moon is far; to run it: fly there (required*"])
+    result.stdout.fnmatch_lines(
+        ["*needs moon(1): the moon is far; to run it: fly there (required*"]
+    )
     result.stdout.re_match_lines([r"moon +2 +FAILED, required: the moon is far +fly there"])
 
 
@@ -129,9 +131,7 @@ def test_workers_tell_the_same(pytester: pytest.Pytester) -> None:
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")])
-def test_no_need_is_a_collection_error(
-    pytester: pytest.Pytester, workers: tuple[str, ...]
-) -> None:
+def test_no_need_is_a_collection_error(pytester: pytest.Pytester, workers: tuple[str, ...]) -> None:
     pytester.makeini("[pytest]\nafd_strict_needs = true")
     pytester.makepyfile(
         """
