@@ -34,7 +34,7 @@ from afd_testkit.engines.reference_model import (
     ReferenceModelConfig,
     Router,
 )
-from afd_testkit.engines.reference_runner import StepOutput, StockRunner
+from afd_testkit.engines.reference_runner import AFDRunner, StepOutput, StockRunner
 from afd_testkit.engines.reference_scheduler import Request, Scheduler, Step
 
 RECIPES: dict[str, ReferenceModelConfig] = {
@@ -149,6 +149,8 @@ class ReferenceEngine:
 
     def _runner(self, split: SplitSetting) -> StockRunner:
         table_width = -(-self.config.max_model_len // self.config.block_size)
+        if self.config.worker == "afd":
+            return AFDRunner(self.model, self._cache, table_width, split)
         return StockRunner(self.model, self._cache, table_width)
 
     def _injected(self, fault: str | None) -> AbstractContextManager[Any]:
@@ -221,7 +223,7 @@ class _Run:
         """Keep the step's prefill rows; greedy tokens by name of the requests that sample."""
         sampled: dict[str, int] = {}
         start = 0
-        for row in step.rows:
+        for index, row in enumerate(step.rows):
             rows = slice(start, start + row.num_scheduled)
             start = rows.stop
             request = row.request
@@ -234,7 +236,7 @@ class _Run:
                 blocks = torch.tensor(request.blocks)
                 self._collected[request.name].kv = read_kv(blocks, request.num_prompt_tokens)
             if row.samples:
-                sampled[request.name] = int(logprobs[rows.stop - 1].argmax())
+                sampled[request.name] = int(logprobs[output.last_rows[index]].argmax())
         self.steps.append(
             StepRecord(
                 tuple(

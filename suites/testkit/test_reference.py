@@ -10,6 +10,7 @@ import pytest
 
 from afd_testkit.engines.base import EngineConfig, EngineError, Prompt, RequestResult, SplitSetting
 from afd_testkit.engines.reference import RECIPES, ReferenceEngine
+from afd_testkit.engines.reference_attention import PagedKVCache
 from afd_testkit.engines.reference_model import ReferenceModel
 
 pytestmark = pytest.mark.cpu
@@ -218,6 +219,24 @@ def test_reader_stands_before_its_writer() -> None:
     assert steps == [[("s", 0, 4), ("w", 0, 12)], [("r", 20, 2), ("w", 12, 12)]]
     for request in result.requests:
         assert_dense(request, engine)
+
+
+def test_no_more_requests_in_a_step_than_allowed() -> None:
+    engine = ReferenceEngine(replace(CONFIG, max_num_seqs=1))
+    steps = engine.run([Prompt("a", (1, 2)), Prompt("b", (3,))]).steps
+    assert [[row.name for row in step.requests] for step in steps] == [["a"], ["b"]]
+
+
+def test_fresh_blocks_are_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without writes nothing is found, though the very same prompt ran before."""
+    engine = ReferenceEngine(CONFIG)
+    prompts = [Prompt("p", tokens(30, 15))]
+    # The pool hands out the block that was free the longest: fill it once.
+    for _ in range(engine.run(prompts).facts["kv_blocks"] // 8):
+        engine.run(prompts)
+    monkeypatch.setattr(PagedKVCache, "write", lambda *arguments: None)
+    for rows in engine.run(prompts).requests[0].kv:
+        assert not rows.any()
 
 
 def test_batch_composition_does_not_show() -> None:

@@ -15,7 +15,7 @@ from afd_testkit.engines.base import EngineError
 from afd_testkit.engines.reference_attention import PagedAttention, PagedKVCache
 from afd_testkit.engines.reference_metadata import ReferenceAttentionMetadata
 from afd_testkit.engines.reference_model import ReferenceModel, ReferenceModelConfig
-from afd_testkit.engines.reference_runner import StockRunner
+from afd_testkit.engines.reference_runner import StockRunner, build_inputs
 from afd_testkit.engines.reference_scheduler import Request, Step, StepRow
 
 pytestmark = pytest.mark.cpu
@@ -47,7 +47,7 @@ def metadata() -> ReferenceAttentionMetadata:
 
 def cache() -> PagedKVCache:
     """Positions 0 and 1 of request 0 are there: block 3, slots 6 and 7; 99 everywhere else."""
-    stored = PagedKVCache(num_layers=1, num_blocks=6, block_size=2, kv_heads=1, head_dim=2)
+    stored = PagedKVCache(num_layers=1, num_blocks=7, block_size=2, kv_heads=1, head_dim=2)
     stored.layers[0][:, 1] = 99.0
     stored.layers[0][6, 1], stored.layers[0][7, 1] = 0.0, 1.0
     return stored
@@ -71,7 +71,7 @@ def test_queries_see_their_context_and_no_more() -> None:
     assert answers(metadata(), stored) == RIGHT
     written = {2: 2.0, 3: 3.0, 8: 4.0, 4: 0.0, 5: 1.0, 10: 2.0, 11: 3.0, 6: 0.0, 7: 1.0}
     found = stored.layers[0][:, 1, 0, 0].tolist()
-    assert found == [written.get(slot, 99.0) for slot in range(12)]
+    assert found == [written.get(slot, 99.0) for slot in range(14)]
 
 
 def test_rows_beyond_the_real_tokens_are_zero() -> None:
@@ -92,7 +92,9 @@ def test_rows_beyond_the_real_tokens_are_zero() -> None:
         ({"is_prefilling": torch.tensor([True, False])}, [*RIGHT[:4], 0.0, 0.0, 0.0]),
         # A stale computed count puts request 0's queries at positions 0, 1, 2.
         ({"_num_computed_tokens_cache": int32([0, 0])}, [0.0, 0.5, 1.0, *RIGHT[3:]]),
-        # The same, said by a sequence length that was not advanced: 3 keys, positions 0, 1, 2.
+        # Before the first key there is nothing to see.
+        ({"_num_computed_tokens_cache": int32([-2, 0])}, [0.0, 0.0, 0.0, *RIGHT[3:]]),
+        # A sequence length that was not advanced: 3 keys, positions 0, 1, 2.
         ({"seq_lens": int32([3, 4])}, [0.0, 0.5, 1.0, *RIGHT[3:]]),
         # Request 1 reads request 0's blocks: 0, 1, 2, 3 happen to be the same values there ...
         ({"block_table_tensor": int32([TABLE[0], TABLE[0]])}, RIGHT),
@@ -110,7 +112,7 @@ def test_a_token_without_a_slot_is_not_written() -> None:
     meta = replace(metadata(), slot_mapping=torch.tensor([2, 3, -1, 4, 5, 10, 11]))
     stored = cache()
     assert answers(meta, stored)[2] == (0 + 1 + 2 + 3 + 99) / 5
-    assert float(stored.layers[0][8, 1, 0, 0]) == 99.0
+    assert stored.layers[0][[8, 13], 1, 0, 0].tolist() == [99.0, 99.0]  # nor at the end, as -1
 
 
 def test_block_row_too_short() -> None:
@@ -122,7 +124,16 @@ def test_block_row_too_short() -> None:
 def test_scrubbed_blocks_are_zero_and_others_untouched() -> None:
     stored = cache()
     stored.scrub([3, 5])
-    assert stored.layers[0][:, 1, 0, 0].tolist() == [99.0] * 6 + [0.0, 0.0, 99.0, 99.0, 0.0, 0.0]
+    assert stored.layers[0][:, 1, 0, 0].tolist() == [99.0] * 6 + [
+        0.0,
+        0.0,
+        99.0,
+        99.0,
+        0.0,
+        0.0,
+        99.0,
+        99.0,
+    ]
 
 
 class Halves:
@@ -144,9 +155,11 @@ class Halves:
 
     def second(self, *, shift: int = 0) -> torch.Tensor:
         """Log-probabilities [24, 300] of the second half, its positions shifted."""
-        inputs = self.runner.inputs(self.half(24))
+        step = self.half(24)
+        inputs = build_inputs(step, block_size=4, table_width=12)
+        self.runner.attention = PagedAttention(inputs.metadata, self.cache)
         moved = replace(inputs, positions=inputs.positions + shift)
-        return self.model.logprobs(self.runner.run_whole(moved))
+        return self.model.logprobs(self.runner.compute(step, moved)[0])
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

@@ -118,6 +118,14 @@ def test_a_request_waits_for_blocks_to_its_end() -> None:
     assert advance(subject) == [("b", 0, 8)]
 
 
+def test_the_last_generated_token_needs_no_block() -> None:
+    """2 + 2 blocks fit the 4 usable ones, because 8 prompt tokens and one sampled one need 2."""
+    subject = scheduler(num_blocks=5, prefix_caching=False)
+    subject.add(request("a", 8))
+    subject.add(request("b", 8))
+    assert advance(subject) == [("a", 0, 8), ("b", 0, 8)]
+
+
 def test_generated_blocks_are_cached_too() -> None:
     """3 prompt tokens and two 7s: the last is never fed back, so the block of 4 is complete."""
     subject = scheduler()
