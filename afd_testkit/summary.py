@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeGuard
 
 from afd_testkit.results import CheckResult, Comparison, Outcome, StageBalance
 
 #: Facts that the summary shows when a gate reports them.
-FACT_HIT_PERCENT = "realized_hit_percent"  # number: prompt tokens served from the prefix cache
-FACT_CHUNKS = "realized_chunks"  # list of int: prefill steps of each request
+FACT_HIT_PERCENT = "realized_percent"  # number: prompt tokens served from the prefix cache
+FACT_CHUNKS = "chunks"  # request name to the scheduled tokens of each of its prefill steps
 
 
 class Verdict(StrEnum):
@@ -136,25 +136,20 @@ class GateRow:
     @property
     def hit_percent(self) -> tuple[float, float] | None:
         """Smallest and largest realized prefix hit, in percent of prompt tokens."""
-        return _extent(self._facts(FACT_HIT_PERCENT))
+        facts = (check.facts.get(FACT_HIT_PERCENT) for check in self.checks)
+        return _extent([float(value) for value in facts if _is_number(value)])
 
     @property
     def chunks(self) -> tuple[float, float] | None:
         """Smallest and largest realized number of prefill steps of a request."""
-        return _extent(self._facts(FACT_CHUNKS))
+        facts = (check.facts.get(FACT_CHUNKS) for check in self.checks)
+        requests = [sizes for fact in facts if isinstance(fact, dict) for sizes in fact.values()]
+        return _extent([float(len(sizes)) for sizes in requests if isinstance(sizes, list | tuple)])
 
-    def _facts(self, name: str) -> list[float]:
-        return [value for check in self.checks for value in _numbers(check.facts.get(name))]
 
-
-def _numbers(value: Any) -> list[float]:
-    """The numbers in a fact: itself, or the items of a list; anything else holds none."""
-    items = value if isinstance(value, list | tuple) else [value]
-    return [
-        float(item)
-        for item in items
-        if isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item)
-    ]
+def _is_number(value: Any) -> TypeGuard[float]:
+    """Facts are free form: only a finite number can be shown as one."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _extent(values: Sequence[float]) -> tuple[float, float] | None:

@@ -223,15 +223,18 @@ def test_the_worst_comparison_of_a_row_is_relative_to_its_limit():
     assert row.worst("kv") is None
 
 
-def test_realized_facts_are_taken_as_numbers_or_lists():
+def test_realized_facts_are_shown_where_they_have_the_form_that_gates_give_them():
     checks = [
-        passed(facts={"realized_hit_percent": 12.5, "realized_chunks": [3, 5]}),
-        passed(facts={"realized_hit_percent": [87.5, True, "x"], "realized_chunks": 1}),
-        passed(facts={"realized_hit_percent": math.nan}),
+        passed(facts={"realized_percent": 12.5, "chunks": {"a": [64, 64, 8], "b": [16]}}),
+        passed(facts={"realized_percent": 87.5, "chunks": {"a": [32] * 5}}),
+        passed(facts={"realized_percent": math.nan, "chunks": "?"}),
+        passed(facts={"realized_percent": True, "chunks": {"a": 99}}),
     ]
     (row,) = gate_rows(checks)
     assert row.hit_percent == (12.5, 87.5)
     assert row.chunks == (1.0, 5.0)
+    (bare,) = gate_rows([passed()])
+    assert (bare.hit_percent, bare.chunks) == (None, None)
 
 
 def test_failures_come_before_errors_and_the_worst_first():
@@ -266,12 +269,12 @@ def test_a_run_outside_a_checkout_says_why_there_is_no_commit():
 def test_a_row_holds_the_figures_of_its_gate():
     step = StageBalance("token_balanced_tp", (5, 5), (5, 5), cuts_request=True)
     check = dataclasses.replace(
-        passed(balance=(step, step), facts={"realized_hit_percent": [0, 75]}),
+        passed(balance=(step, step), facts={"realized_percent": 75.2, "chunks": {"a": [9] * 3}}),
         comparisons=(compared(1.26e-6), compared(0.0, noise=None, quantity="kv")),
     )
     (row,) = [line for line in shown([check]) if line.startswith("split")]
     assert row.split() == [
-        "split", "qwen3-moe", "f32", "1", "ok", "1.3e-6/1e-5/2e-7", "0/1e-5/–", "2/2", "0–75", "–",
+        "split", "qwen3-moe", "f32", "1", "ok", "1.3e-6/1e-5/2e-7", "0/1e-5/–", "2/2", "75", "3",
     ]  # fmt: skip
 
 
