@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import resource
 import signal
 import sys
 import threading
@@ -86,6 +87,8 @@ def child_main(pipe: connection.Connection, start: ChildStart) -> None:
     """Entry of the process; returns when the parent asks for it or is gone."""
     # Ctrl-C reaches the whole terminal group; the parent decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A crash is reported from the log; writing a gigabyte of core file would only delay it.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _log_to(start.log_path)
     _end_with_parent()
     os.environ.update({**FIXED_ENVIRONMENT, **start.environment})
@@ -144,7 +147,7 @@ def _progress(pipe: connection.Connection, text: str) -> None:
 
 
 def _log_to(path: str) -> None:
-    """Send everything this process prints, from Python or native code, to ``path``."""
+    """Send everything this process prints, from Python, native code or a crash, to ``path``."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -153,6 +156,9 @@ def _log_to(path: str) -> None:
     os.close(log)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    # Crash handlers of libraries print native frames for seconds; Python's says what ran.
+    for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+        signal.signal(number, signal.SIG_DFL)
     faulthandler.enable(file=2)
 
 

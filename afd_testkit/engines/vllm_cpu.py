@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from afd_testkit.engines._vllm_child import ChildStart, RunRequest, child_main
 from afd_testkit.engines.base import (
@@ -33,6 +33,7 @@ KV_CACHE_BYTES = 256 << 20
 _PRELOAD = "afd_testkit.engines._vllm_preload"
 _TAIL_LINES = 15
 _STOP_SECONDS = 5.0
+_LOG_SECONDS = 7 * 24 * 3600.0
 
 
 class VllmCpuEngine:
@@ -58,20 +59,14 @@ class VllmCpuEngine:
         self._say = progress if progress is not None else _silent
         _check_config(config)
         model_path, environment, needs_amx = _resolve_model(config, cache_dir, self._say)
-        logs = cache_dir / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
-        handle, log_path = tempfile.mkstemp(
-            prefix=f"vllm-cpu-{os.getpid()}-", suffix=".log", dir=logs
-        )
-        os.close(handle)
-        self.log_path = Path(log_path)
+        self.log_path = _new_log(cache_dir / "logs")
         environment = {**environment, "VLLM_CACHE_ROOT": str(cache_dir / "vllm")}
         start = ChildStart(
             config=config,
             model_path=str(model_path),
             environment=environment,
             needs_amx=needs_amx,
-            log_path=log_path,
+            log_path=str(self.log_path),
             kv_cache_bytes=kv_cache_bytes,
             threads=_threads(config),
         )
@@ -211,7 +206,7 @@ class VllmCpuEngine:
             self._end()
             raise
 
-    def _raise_died(self) -> None:
+    def _raise_died(self) -> NoReturn:
         self._process.join(_STOP_SECONDS)
         how = _exit_text(self._process.exitcode)
         self._closed = True
@@ -271,6 +266,22 @@ def _resolve_model(
     return path, dict(made.environment), made.needs_amx
 
 
+def _new_log(folder: Path) -> Path:
+    """An empty log file; logs older than a week make room."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("vllm-cpu-*.log"):
+            if time.time() - old.stat().st_mtime > _LOG_SECONDS:
+                old.unlink(missing_ok=True)
+        handle, path = tempfile.mkstemp(prefix="vllm-cpu-", suffix=".log", dir=folder)
+    except OSError as error:
+        raise EngineError(
+            f"cannot write an engine log in {folder}: {error}; choose another cache folder"
+        ) from error
+    os.close(handle)
+    return Path(path)
+
+
 def _start_process(
     start: ChildStart, progress: Callable[[str], None]
 ) -> tuple[BaseProcess, connection.Connection]:
@@ -319,9 +330,11 @@ def _exit_text(code: int | None) -> str:
 
 
 def _tail(path: Path) -> str:
+    """The last lines of a log; after a crash, those that say where Python was."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    shown = lines[-_TAIL_LINES:] if lines else ["(empty)"]
-    return "\n".join(f"    {line[:300]}" for line in shown)
+    crashes = [i for i, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    shown = lines[crashes[-1] :][:_TAIL_LINES] if crashes else lines[-_TAIL_LINES:]
+    return "\n".join(f"    {line[:200]}" for line in shown) or "    (empty)"
 
 
 def _silent(_message: str) -> None:
