@@ -70,7 +70,13 @@ class _Reads:
 
 
 def _array(name: str, value: Any, ndim: int) -> NDArray[Any]:
-    array = np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise KVLayoutError(
+            f"{name} cannot be read as an array ({error}); give a numpy array or a CPU tensor "
+            f"of whole numbers in {ndim} dimension(s)."
+        ) from error
     if array.ndim != ndim or array.dtype.kind not in "iu":
         raise KVLayoutError(
             f"{name} is {array.dtype} with {array.ndim} dimensions; "
@@ -136,9 +142,10 @@ def _reads_of_writes(batch: ScheduledBatch, group: KVGroup) -> _Reads | None:
     row = np.repeat(rows, size)
     inside = position < computed[row]
     position, slot, row = position[inside], slot[inside], row[inside]
+    # Of several tokens that write a slot the last: a cut before it parts it from the reader.
     order = np.argsort(slots, kind="stable")
-    place = np.minimum(np.searchsorted(slots, slot, sorter=order), slots.size - 1)
-    token = order[place]
+    place = np.searchsorted(slots, slot, side="right", sorter=order) - 1
+    token = order[np.maximum(place, 0)]
     found = slots[token] == slot
     if not found.any():
         return None
