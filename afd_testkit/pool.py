@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from afd_testkit.settings import Settings
 
 MAX_ALIVE = 2
-DEFAULT_ENGINE = "reference"
 
 
 class UnknownEngine(EngineError):
@@ -102,11 +101,16 @@ class EnginePool:
     def get(self, config: EngineConfig, engine: str | None = None) -> PooledEngine:
         """The running engine for ``config``, started if need be.
 
-        ``engine`` names the adapter; without it ``--afd-engine`` decides, then the reference.
+        ``engine`` names the adapter; without it ``--afd-engine`` decides.
         Use the result before asking for two others: a third engine closes the first.
         Raises :class:`UnknownEngine`, or what the adapter raises when it cannot start.
         """
-        name = engine or self._settings.engine or DEFAULT_ENGINE
+        name = engine or self._settings.engine
+        if name is None:
+            raise UnknownEngine(
+                "no engine is named; name one in the call or with --afd-engine: "
+                f"{', '.join(self._names())}."
+            )
         key = (name, config)
         held = self._engines.get(key)
         if held is not None and held.alive:

@@ -132,23 +132,32 @@ def _folder(option: str, path: Path) -> Path:
 
 
 def _model(base: Path, given: str, engine: str | None) -> str:
-    """The absolute path of an existing directory, or a name as it is.
-
-    A name must be a recipe's, unless the engine is someone else's: that may know others.
-    """
+    """The absolute path of an existing directory, or a recipe's name as it is."""
     if given and (base / given).is_dir():
         return str(base / given)
-    if os.sep not in given and engine not in (None, *BUILT_IN_ENGINES):
+    known = _recipes(engine)
+    if known is None and given and os.sep not in given:
         return given
-    # Imported here: only a run that names a model pays for the recipes.
-    from afd_testkit.models.recipes import RECIPES
-
-    if given in RECIPES:
+    if known is not None and given in known:
         return given
+    names = "the engine's own" if known is None else ", ".join(known)
     raise pytest.UsageError(
-        f"--afd-model {given!r} is neither a directory nor a recipe; "
-        f"recipes are {', '.join(sorted(RECIPES))}."
+        f"--afd-model {given!r} is neither a directory nor a recipe; recipes are {names}."
     )
+
+
+def _recipes(engine: str | None) -> list[str] | None:
+    """The recipes of a shipped engine, ``None`` for someone else's, which may know any."""
+    # Imported here: only a run that names a model pays for the recipes.
+    if engine == "reference":
+        from afd_testkit.engines.reference import RECIPES as REFERENCE
+
+        return sorted(REFERENCE)
+    if engine in (None, *BUILT_IN_ENGINES):
+        from afd_testkit.models.recipes import RECIPES
+
+        return sorted(RECIPES)
+    return None
 
 
 def _prompts(path: Path) -> Path:

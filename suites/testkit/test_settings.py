@@ -74,6 +74,8 @@ def test_cache_follows_xdg(
         (["--afd-engine", ""], ["--afd-engine is empty", "reference"]),
         (["--afd-model", "gone/away"], ["gone/away", "neither a directory nor a recipe"]),
         (["--afd-model", "gpt"], ["'gpt'", "recipes are", "qwen3-moe"]),
+        (["--afd-engine", "mine", "--afd-model", "a/b"], ["'a/b'", "neither a directory"]),
+        (["--afd-engine", "reference", "--afd-model", "gpt"], ["'gpt'", "recipes are"]),
         (["--afd-model", ""], ["''", "neither a directory nor a recipe"]),
         (["--afd-prompts", "gone.jsonl"], ["--afd-prompts", "gone.jsonl", "No such file"]),
         (["--afd-prompts", "bad.jsonl"], ["bad.jsonl, line 2", "not JSON"]),
