@@ -1,0 +1,66 @@
+"""Every fault turns every gate that names it red, on the reference engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from afd_testkit.faults import FAULTS
+from afd_testkit.gates.catalog import GATES
+from afd_testkit.gates.proof import pairs, run_with_fault
+from afd_testkit.gates.session import GateSession, Subject
+from afd_testkit.models.texts import paragraphs
+from afd_testkit.pool import EnginePool
+from afd_testkit.results import Outcome
+
+pytestmark = pytest.mark.cpu
+
+SUBJECT = Subject("reference", "reference", "float64")
+
+
+@pytest.fixture(scope="session")
+def reference_session(afd_engines: EnginePool) -> GateSession:
+    return GateSession(
+        start=lambda config: afd_engines.get(config, "reference"), paragraphs=paragraphs()
+    )
+
+
+@pytest.mark.parametrize("gate", list(GATES))
+def test_every_gate_has_at_least_three_faults(gate: str) -> None:
+    assert sum(gate in fault.gates for fault in FAULTS.values()) >= 3
+
+
+def test_every_fault_is_caught_by_a_known_gate() -> None:
+    for fault in FAULTS.values():
+        assert fault.gates
+        assert set(fault.gates) <= set(GATES)
+
+
+@pytest.mark.parametrize(("gate", "fault"), pairs())
+def test_gate_turns_red(reference_session: GateSession, gate: str, fault: str) -> None:
+    results = run_with_fault(reference_session, SUBJECT, gate, fault)
+    assert any(result.outcome is Outcome.FAILED for result in results), [
+        (r.variant, r.outcome, r.message) for r in results
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gate", "case"),
+    [
+        ("split", "unequal"),
+        ("split", "equal"),
+        ("split", "many-one-token"),
+        ("split", "boundary-on-request"),
+        ("prefix-hit", "50 %"),
+        ("prefix-hit", "0 %"),
+        ("prefix-hit", "same-step, cut moved"),
+        ("prefix-hit", "same-step, no safe cut"),
+        ("chunked", "chunks of 100"),
+        ("stability", "interleaved"),
+    ],
+)
+def test_gate_is_green_without_a_fault(
+    reference_session: GateSession, gate: str, case: str
+) -> None:
+    results = list(GATES[gate].run(reference_session, SUBJECT, case))
+    assert results
+    assert [(r.variant, r.message) for r in results if r.outcome is not Outcome.PASSED] == []
