@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,9 +32,11 @@ from afd_testkit.engines.reference_model import (
     ReferenceModel,
     ReferenceModelConfig,
     Router,
+    one_thread,
 )
 from afd_testkit.engines.reference_runner import AFDRunner, StepOutput, StockRunner
 from afd_testkit.engines.reference_scheduler import Request, Scheduler, Step
+from afd_testkit.faults import FAULTS
 
 RECIPES: dict[str, ReferenceModelConfig] = {
     "reference": ReferenceModelConfig(scoring="softmax"),
@@ -110,7 +111,7 @@ class ReferenceEngine:
         started = time.perf_counter()
         run = _Run(prompts)
         try:
-            with self._injected(fault):
+            with self._injected(fault), one_thread():
                 self._execute(run, self._runner(split))
         except EngineError:
             self._start_cold()
@@ -153,10 +154,15 @@ class ReferenceEngine:
             return AFDRunner(self.model, self._cache, table_width, split)
         return StockRunner(self.model, self._cache, table_width)
 
-    def _injected(self, fault: str | None) -> AbstractContextManager[Any]:
+    def _injected(self, fault: str | None) -> AbstractContextManager[None]:
         if fault is None:
             return nullcontext()
-        raise EngineError("reference engine: no faults yet")
+        if fault not in FAULTS:
+            raise EngineError(
+                f"reference engine: there is no fault {fault!r}; "
+                f"known: {', '.join(sorted(FAULTS))}."
+            )
+        return FAULTS[fault].inject(ReferenceFaultTarget(self.model))
 
     def _execute(self, run: _Run, runner: StockRunner) -> None:
         for request in run.requests:

@@ -9,6 +9,8 @@ n = rows, H = hidden size, V = vocabulary size throughout.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -191,6 +193,18 @@ class DecoderLayer(nn.Module):  # type: ignore[misc]
         hidden_states = self.self_attn(positions, normed, attention)
         normed, residual = self.post_norm(hidden_states, residual)
         return self.mlp(normed), residual
+
+
+@contextmanager
+def one_thread() -> Generator[None, None, None]:
+    """torch on one thread inside: the tensors are too small for more, and threads that
+    wait for one another on a busy machine cost twenty times the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class ReferenceModel(nn.Module):  # type: ignore[misc]

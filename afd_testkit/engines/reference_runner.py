@@ -92,7 +92,7 @@ class StockRunner:
         self.model = model
         self.cache = cache
         self.table_width = table_width
-        self.attention: PagedAttention | None = None
+        self.attention: PagedAttention | None = None  # before the first step
 
     def execute(self, step: Step) -> StepOutput:
         """Compute the step and fill its KV slots; its fresh blocks are scrubbed first."""
@@ -114,15 +114,14 @@ class StockRunner:
         return normed
 
     def _last_rows(self, num_rows: int) -> list[int]:
-        """Read from the metadata in force, as engines do: a stage's that was left behind shows."""
-        if self.attention is None or self.attention.metadata.num_reqs != num_rows:
-            known = None if self.attention is None else self.attention.metadata.num_reqs
-            raise EngineError(
-                f"reference engine: after a step of {num_rows} requests the metadata in force "
-                f"speaks of {known}; the step's own must be put back when a stage ends."
-            )
-        ends: list[int] = (self.attention.metadata.query_start_loc[1:] - 1).tolist()
-        return ends
+        """Read from the metadata in force, as engines do, so that a stage's that was left
+        behind shows.  Rows it does not know keep 0, as rows of an index buffer would."""
+        rows = [0] * num_rows
+        if self.attention is not None:
+            ends = self.attention.metadata.query_start_loc[1:] - 1
+            known = min(num_rows, ends.numel())
+            rows[:known] = ends[:known].tolist()
+        return rows
 
 
 class AFDRunner(StockRunner):

@@ -30,6 +30,12 @@ def tokens(length: int, seed: int) -> tuple[int, ...]:
     return tuple(int(t) for t in np.random.default_rng(seed).integers(0, 300, length))
 
 
+def times(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """[..., out] of x [..., in] and matrix [out, in].  einsum runs on one thread; BLAS on a busy
+    machine may take seconds for matrices of this size."""
+    return np.einsum("...i,oi->...o", x, matrix)
+
+
 class Dense:
     """The same network over one whole prompt: full causal matrix, one token's experts at a time.
 
@@ -53,7 +59,7 @@ class Dense:
             normed = self.norm(x, prefix + "post_norm")
             x = x + np.stack([self.experts(prefix + "mlp.", row) for row in normed])
         hidden = self.norm(x, "norm")
-        logits = hidden @ w["head"].T
+        logits = times(hidden, w["head"])
         peak = logits.max(axis=1, keepdims=True)
         log_total = peak + np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
         return hidden, logits - log_total, kv
@@ -64,16 +70,16 @@ class Dense:
 
     def attention(self, prefix: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         w, length = self.weights, len(x)
-        query = self.rotated((x @ w[prefix + "query"].T).reshape(length, 4, 16))
-        key = self.rotated((x @ w[prefix + "key"].T).reshape(length, 2, 16))
-        value = (x @ w[prefix + "value"].T).reshape(length, 2, 16)
+        query = self.rotated(times(x, w[prefix + "query"]).reshape(length, 4, 16))
+        key = self.rotated(times(x, w[prefix + "key"]).reshape(length, 2, 16))
+        value = times(x, w[prefix + "value"]).reshape(length, 2, 16)
         full = np.einsum("ihd,jhd->hij", query, np.repeat(key, 2, axis=1)) / 4.0
         full[:, np.triu(np.ones((length, length), dtype=bool), k=1)] = -np.inf
         full = np.exp(full - full.max(axis=2, keepdims=True))
         full /= full.sum(axis=2, keepdims=True)
         mixed = np.einsum("hij,jhd->ihd", full, np.repeat(value, 2, axis=1))
         rows = np.concatenate([key.reshape(length, 32), value.reshape(length, 32)], axis=1)
-        return mixed.reshape(length, 64) @ w[prefix + "output"].T, rows
+        return times(mixed.reshape(length, 64), w[prefix + "output"]), rows
 
     @staticmethod
     def rotated(heads: np.ndarray) -> np.ndarray:
@@ -84,7 +90,7 @@ class Dense:
 
     def experts(self, prefix: str, row: np.ndarray) -> np.ndarray:
         w = self.weights
-        logits = w[prefix + "router_weight"] @ row
+        logits = times(row, w[prefix + "router_weight"])
         scores = np.exp(logits) if self.config.scoring == "softmax" else 1 / (1 + np.exp(-logits))
         best = np.argsort(-scores)[:2]
         total = self.expert(row, w[prefix + "shared_gate_up"], w[prefix + "shared_down"])
@@ -95,8 +101,8 @@ class Dense:
 
     @staticmethod
     def expert(row: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
-        gate, up = gate_up[:32] @ row, gate_up[32:] @ row
-        return down @ (gate / (1 + np.exp(-gate)) * up)
+        gate, up = times(row, gate_up[:32]), times(row, gate_up[32:])
+        return times(gate / (1 + np.exp(-gate)) * up, down)
 
 
 def assert_dense(result: RequestResult, engine: ReferenceEngine) -> None:

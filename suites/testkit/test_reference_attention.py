@@ -6,6 +6,7 @@ a query that sees positions 0..p answers p / 2.
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,11 @@ import torch
 from afd_testkit.engines.base import EngineError
 from afd_testkit.engines.reference_attention import PagedAttention, PagedKVCache
 from afd_testkit.engines.reference_metadata import ReferenceAttentionMetadata
-from afd_testkit.engines.reference_model import ReferenceModel, ReferenceModelConfig
+from afd_testkit.engines.reference_model import (
+    ReferenceModel,
+    ReferenceModelConfig,
+    one_thread,
+)
 from afd_testkit.engines.reference_runner import StockRunner, build_inputs
 from afd_testkit.engines.reference_scheduler import Request, Step, StepRow
 
@@ -26,6 +31,12 @@ COMPUTED, SCHEDULED = [2, 0], [3, 4]
 
 def int32(values: object) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Generator[None, None, None]:
+    with one_thread():
+        yield
 
 
 def metadata() -> ReferenceAttentionMetadata:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from afd_plugin import context, decision, hazards, metadata, pipeline
+from afd_plugin import decision, metadata, pipeline
 from afd_testkit.engines.base import EngineConfig, EngineError, Prompt, RunResult, SplitSetting
 from afd_testkit.engines.reference import ReferenceEngine
+from afd_testkit.faults import FAULTS
 
 pytestmark = pytest.mark.cpu
 
@@ -109,7 +109,9 @@ def test_chunks_hits_and_generation_in_two_stages(policy: Any, step_tokens: int)
     assert len(set(policies) - {"unsplit"}) == 1
 
 
-def reader_before_writer(config: EngineConfig, split: SplitSetting) -> RunResult:
+def reader_before_writer(
+    config: EngineConfig, split: SplitSetting, fault: str | None = None
+) -> RunResult:
     """Second step: ``r`` (2 tokens, 20 hits) in row 0 reads what ``w`` (12 tokens, row 1) writes.
 
     w writes its positions 12..23 as batch tokens 2..13; r reads positions up to 19, that
@@ -124,6 +126,7 @@ def reader_before_writer(config: EngineConfig, split: SplitSetting) -> RunResult
             Prompt("r", written[:20] + tokens(2, 10)),
         ],
         split=split,
+        fault=fault,
     )
     rows = [(row.name, row.num_computed, row.num_scheduled) for row in result.steps[1].requests]
     assert rows == [("r", 20, 2), ("w", 12, 12)]
@@ -136,13 +139,6 @@ def test_the_cut_moves_behind_what_a_reader_needs() -> None:
     assert record["hazard_action"] == "moved"
     assert record["stage_tokens"] == (10, 4)  # an even cut would be 7
     assert difference(divided, reader_before_writer(STOCK, SplitSetting())) < EXACT
-
-
-def test_an_ignored_hazard_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hazards, "hazard_in", lambda plan, groups: None)
-    divided = reader_before_writer(AFD, TOKEN)
-    assert evidence(divided, 1)["stage_tokens"] == (7, 7)
-    assert difference(divided, reader_before_writer(STOCK, SplitSetting())) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -208,28 +204,42 @@ def test_a_wrong_piece_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert difference(spoiled, whole) > 1e-2
 
 
-def test_swapped_stages_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = ReferenceEngine(STOCK).run(prompts(40))
-    right = pipeline.merge.merge_stage_outputs
-    monkeypatch.setattr(
-        pipeline.merge, "merge_stage_outputs", lambda plan, outputs: right(plan, outputs[::-1])
-    )
-    assert difference(ReferenceEngine(AFD).run(prompts(40), split=TOKEN), whole) > 1e-2
+def greedy(result: RunResult) -> list[int]:
+    return [request.greedy_token for request in result.requests]
 
 
-def _left_behind(slot: context.StateSlot, value: Any) -> Any:
-    slot.set(value)
-    return nullcontext()
+@pytest.mark.parametrize("name", sorted(set(FAULTS) - {"hazard-ignored", "state-not-restored"}))
+def test_a_fault_is_seen_in_its_run_only(name: str) -> None:
+    """128 tokens: stages of 64 and 64; aligned to 12, of 60 and 68, the latter padded to 72."""
+    alignment = 12 if name == "padded-length-told" else 1
+    split = SplitSetting("token", alignment=alignment)
+    whole = ReferenceEngine(STOCK).run(prompts(40, 50, 38))
+    engine = ReferenceEngine(replace(AFD, prefix_caching=True))
+    assert difference(engine.run(prompts(40, 50, 38), split=split, fault=name), whole) > 1e-2
+    clean = engine.run(prompts(40, 50, 38), split=split)
+    assert difference(clean, whole) < EXACT
+    assert greedy(clean) == greedy(whole)
 
 
-def test_state_that_a_stage_left_behind_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "replaced", _left_behind)
-    with pytest.raises(EngineError, match=r"step of 3 requests .* speaks of 2"):
-        ReferenceEngine(AFD).run(prompts(3, 50, 17), split=TOKEN)
-    # With as many requests in stage 1 as in the step, the wrong rows are sampled.
-    whole = ReferenceEngine(STOCK).run(prompts(50))
-    spoiled = ReferenceEngine(AFD).run(prompts(50), split=TOKEN)
-    assert spoiled.requests[0].greedy_token != whole.requests[0].greedy_token
+def test_an_ignored_hazard_is_seen() -> None:
+    divided = reader_before_writer(AFD, TOKEN, fault="hazard-ignored")
+    assert evidence(divided, 1)["stage_tokens"] == (7, 7)
+    assert difference(divided, reader_before_writer(STOCK, SplitSetting())) > 1e-2
+
+
+@pytest.mark.parametrize("lengths", [(50,), (3, 50, 17)])
+def test_state_that_a_stage_left_behind_is_seen(lengths: tuple[int, ...]) -> None:
+    """Stage 1's offsets stay in force, so the step samples from wrong rows."""
+    whole = ReferenceEngine(STOCK).run(prompts(*lengths))
+    engine = ReferenceEngine(AFD)
+    spoiled = engine.run(prompts(*lengths), split=TOKEN, fault="state-not-restored")
+    assert greedy(spoiled) != greedy(whole)
+    assert greedy(engine.run(prompts(*lengths), split=TOKEN)) == greedy(whole)
+
+
+def test_an_unknown_fault_is_refused() -> None:
+    with pytest.raises(EngineError, match=r"no fault 'typo'; known: .*hazard-ignored"):
+        ReferenceEngine(AFD).run(prompts(4), fault="typo")
 
 
 def _refuse(*arguments: Any) -> Any:
