@@ -206,7 +206,7 @@ def test_the_smallest_number_of_a_type_is_refused(dtype: Any) -> None:
         ScheduledBatch([1, 1], np.array([0, low], dtype=dtype))
 
 
-# --- extents -------------------------------------------------------------------------------
+# --- extents ----------------------------------------------------------------------------
 
 
 def test_as_many_requests_as_allowed() -> None:

@@ -90,7 +90,7 @@ def clashing(draw: st.DrawFn) -> Paged:
 layouts = st.one_of(paged_batches().map(plain), clashing())
 
 
-# --- oracle ------------------------------------------------------------------------------------
+# --- oracle -----------------------------------------------------------------------------
 
 
 def broken_reads(step: Paged, cut: int) -> list[tuple[int, int, int, set[int]]]:
@@ -146,7 +146,7 @@ def nearest_safe(steps: list[Paged], plan: SplitPlan) -> int | None:
     return min(good, key=lambda cut: (abs(cut - plan.cut), -cut), default=None)
 
 
-# --- find_kv_hazard --------------------------------------------------------------------------------
+# --- find_kv_hazard ---------------------------------------------------------------------
 
 
 @given(step=layouts, data=st.data())
@@ -242,7 +242,7 @@ def test_a_hazard_in_the_second_group_is_found() -> None:
     expect(hazard_in(plan, [clean.group, SHARED.group]), SHARED, 3)
 
 
-# --- safe_plan -------------------------------------------------------------------------------------
+# --- safe_plan --------------------------------------------------------------------------
 
 
 @given(step=layouts, data=st.data(), policy=st.sampled_from(["token", "request", "given"]))
@@ -314,7 +314,7 @@ def test_a_tie_goes_to_the_later_cut() -> None:
     assert (by_request.cut, aligned.cut) == (3, 6)
 
 
-# --- the public case -------------------------------------------------------------------------------
+# --- the public case --------------------------------------------------------------------
 
 
 def f1(order: tuple[int, int, int]) -> Paged:
@@ -359,7 +359,7 @@ def test_f1_writer_before_its_readers() -> None:
     assert safe_plan(plan, [step.group]) == plan
 
 
-# --- refusals --------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------
 
 PLAN = split_at(SHARED.batch, 3)
 
@@ -371,7 +371,7 @@ def both(group: KVGroup) -> list[Any]:
 @pytest.mark.parametrize("size", [0, -1, 1.5, 4.0, True, "4", None, np.float32(4)], ids=repr)
 def test_block_size_refused(size: Any) -> None:
     for call in both(KVGroup(size, SHARED.tables, SHARED.slots)):
-        with pytest.raises(KVLayoutError, match="block_size is .*1 or more") as caught:
+        with pytest.raises(KVLayoutError, match=r"block_size is .*1 or more") as caught:
             call()
         assert repr(size) in str(caught.value)
 

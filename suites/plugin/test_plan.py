@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cpu
 examples = settings(deadline=None, derandomize=True, max_examples=100)
 
 
-# --- oracles, from the definitions ---------------------------------------------------------
+# --- oracles, from the definitions ------------------------------------------------------
 
 
 def best(candidates: list[int], tokens: int) -> int | None:
@@ -86,7 +86,7 @@ def whole_numbers(plan: SplitPlan) -> None:
     json.dumps(parts)
 
 
-# --- policies --------------------------------------------------------------------------------
+# --- policies ---------------------------------------------------------------------------
 
 
 @given(batch=batches(), alignment=st.one_of(st.sampled_from([1, 2, 4, 8, 16]), st.integers(1, 90)))
@@ -182,7 +182,7 @@ def test_padding_of_the_step_never_moves_the_cut(batch: ScheduledBatch, extra: i
             assert bare.stages == wide.stages
 
 
-# --- limits of size --------------------------------------------------------------------------
+# --- limits of size ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("policy", ["token", "request"])
@@ -205,7 +205,7 @@ def test_the_most_requests() -> None:
         assert plan.stages[1].request_slice == slice(32_768, 65_536)
 
 
-# --- reasons not to split ----------------------------------------------------------------------
+# --- reasons not to split ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_last_prompt_token_known_to_be_one_is_split() -> None:
     assert isinstance(plan_split(batch, policy="token"), SplitPlan)
 
 
-# --- public cases --------------------------------------------------------------------------------
+# --- public cases -----------------------------------------------------------------------
 
 
 def test_c1_padding_belongs_to_the_last_stage() -> None:
@@ -289,7 +289,7 @@ def test_d2_no_stage_is_longer_than_its_tokens_need() -> None:
     assert [stage.num_input_tokens for stage in by_request.stages] == [38, 2]
 
 
-# --- determinism -----------------------------------------------------------------------------------
+# --- determinism ------------------------------------------------------------------------
 
 
 def test_digest_of_one_plan_written_out_by_hand() -> None:
@@ -399,7 +399,7 @@ def test_moved_keeps_all_but_the_cut(policy: Any) -> None:
     check_stages(moved, 4, 3)
 
 
-# --- refusals ---------------------------------------------------------------------------------------
+# --- refusals ---------------------------------------------------------------------------
 
 BATCH = ScheduledBatch([300])
 
@@ -446,7 +446,7 @@ def test_cut_outside_of_the_step(cut: Any) -> None:
     "cut", [1.0, True, "1", None, [1], float("nan"), torch.tensor(1)], ids=repr
 )
 def test_cut_that_is_no_whole_number(cut: Any) -> None:
-    with pytest.raises(PlanError, match="cut is .*whole number"):
+    with pytest.raises(PlanError, match=r"cut is .*whole number"):
         split_at(BATCH, cut)
 
 
