@@ -16,6 +16,7 @@ import os
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -61,6 +62,7 @@ FIXED_ENVIRONMENT: Mapping[str, str] = {
 class ChildStart:
     """All that the process needs to start its engine.
 
+    ``scratch``: folder for temporary files; the parent removes it when the process is gone.
     ``kv_cache_bytes``: size of the KV cache over all layers.
     ``threads``: OpenMP threads; fixed, because it decides the order of some sums.
     """
@@ -70,6 +72,7 @@ class ChildStart:
     environment: Mapping[str, str]
     needs_amx: bool
     log_path: str
+    scratch: str
     kv_cache_bytes: int
     threads: int
 
@@ -91,6 +94,7 @@ def child_main(pipe: connection.Connection, start: ChildStart) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _log_to(start.log_path)
     _end_with_parent()
+    tempfile.tempdir = start.scratch
     os.environ.update({**FIXED_ENVIRONMENT, **start.environment})
     # vLLM lowers the thread count itself unless this is set.
     os.environ["OMP_NUM_THREADS"] = str(start.threads)
@@ -101,6 +105,9 @@ def child_main(pipe: connection.Connection, start: ChildStart) -> None:
         if engine is not None:
             pipe.send(("result", engine.info()))
             _serve(pipe, engine)
+            # Nothing is left to save; taking engine and interpreter apart would take seconds.
+            sys.stdout.flush()
+            os._exit(0)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the parent is gone; nobody is left to tell
 
@@ -115,7 +122,6 @@ def _serve(pipe: connection.Connection, engine: ChildEngine) -> None:
     while True:
         name, *arguments = pipe.recv()
         if name == "stop":
-            engine.shutdown()
             return
         answer = _attempt(pipe, partial(_boxed, actions[name], arguments))
         if answer is not None:
@@ -159,7 +165,7 @@ def _log_to(path: str) -> None:
     # Crash handlers of libraries print native frames for seconds; Python's says what ran.
     for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
         signal.signal(number, signal.SIG_DFL)
-    faulthandler.enable(file=2)
+    faulthandler.enable(file=2, all_threads=False)
 
 
 def _end_with_parent() -> None:
@@ -270,10 +276,6 @@ class ChildEngine:
         steps = self._with_evidence(seen.steps)
         facts = {"run": self._runs, "step_seconds": seen.seconds}
         return RunResult(requests=results, steps=steps, seconds=seconds, facts=facts)
-
-    def shutdown(self) -> None:
-        """Release what vLLM holds outside this process (a rendezvous file)."""
-        self._engine.engine_core.shutdown()
 
     def _submit(self, prompts: tuple[Prompt, ...]) -> dict[str, str]:
         """Queue all prompts; external request id to prompt name."""

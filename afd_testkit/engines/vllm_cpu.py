@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -61,12 +62,14 @@ class VllmCpuEngine:
         model_path, environment, needs_amx = _resolve_model(config, cache_dir, self._say)
         self.log_path = _new_log(cache_dir / "logs")
         environment = {**environment, "VLLM_CACHE_ROOT": str(cache_dir / "vllm")}
+        self._scratch = tempfile.mkdtemp(prefix="afd-vllm-")
         start = ChildStart(
             config=config,
             model_path=str(model_path),
             environment=environment,
             needs_amx=needs_amx,
             log_path=str(self.log_path),
+            scratch=self._scratch,
             kv_cache_bytes=kv_cache_bytes,
             threads=_threads(config),
         )
@@ -74,7 +77,11 @@ class VllmCpuEngine:
         self._info: dict[str, Any] = {}
         started = time.perf_counter()
         self._say(f"vllm-cpu: {config.label()} (log: {self.log_path})")
-        self._process, self._pipe = _start_process(start, self._say)
+        try:
+            self._process, self._pipe = _start_process(start, self._say)
+        except BaseException:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            raise
         self._info = self._receive()
         self.start_seconds = time.perf_counter() - started
         self._say(f"vllm-cpu: ready after {self.start_seconds:.1f} s")
@@ -222,6 +229,7 @@ class VllmCpuEngine:
             self._process.kill()
             self._process.join(_STOP_SECONDS)
         self._pipe.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 def _check_config(config: EngineConfig) -> None:

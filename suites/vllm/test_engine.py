@@ -277,6 +277,21 @@ def test_splitting_worker_gives_evidence_and_the_same_numbers(
             assert result.greedy_token == wanted.greedy_token
 
 
+def test_worker_refuses_an_option_and_lives(splitting: VllmCpuEngine) -> None:
+    with pytest.raises(EngineError, match="async_moe_token_alignment"):
+        splitting.run([text_prompt("a", 40)], split=SplitSetting(policy="token", alignment=0))
+    run = splitting.run([text_prompt("a", 40)], split=SplitSetting(policy="token"))
+    assert [tuple(step.evidence["stage_tokens"]) for step in run.steps] == [(20, 20)]
+
+
+def test_small_steps_are_left_whole(splitting: VllmCpuEngine) -> None:
+    prompts = [text_prompt("a", 40)]
+    for least, stages in ((40, (20, 20)), (41, (40,))):
+        split = SplitSetting(policy="token", min_tokens=least)
+        (step,) = splitting.run(prompts, split=split).steps
+        assert tuple(step.evidence["stage_tokens"]) == stages
+
+
 def test_tokenizer_file_agrees_with_byte_tokens(deepseek: VllmCpuEngine) -> None:
     for text in (*paragraphs()[:3], "Zürich — 東京\t\n  ", "a  b\r\n", ""):
         assert deepseek.tokenize(text) == byte_tokens(text)

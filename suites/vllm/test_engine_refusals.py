@@ -9,11 +9,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from afd_testkit.engines import vllm_cpu
+from afd_testkit.engines._vllm_child import ChildStart
 from afd_testkit.engines.base import EngineConfig, EngineError
 from afd_testkit.engines.vllm_cpu import VllmCpuEngine
 from afd_testkit.models import (
@@ -69,6 +72,26 @@ def test_truncated_and_spoiled_weights(tmp_path: Path) -> None:
     with pytest.raises(BrokenWeights, match="header describes"):
         VllmCpuEngine(config, tmp_path)
     assert not multiprocessing.active_children()
+
+
+def test_fresh_interpreter_where_no_fork_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second way of starting is taken, and said."""
+    methods: list[str] = []
+
+    def spawn(context: Any, start: object) -> tuple[str, object]:
+        methods.append(context.get_start_method())
+        if methods[-1] == "forkserver":
+            raise ConnectionRefusedError("no such socket")
+        return "process", start
+
+    monkeypatch.setattr(vllm_cpu, "_spawn", spawn)
+    said: list[str] = []
+    start = ChildStart(GOOD, "model", {}, False, "log", "scratch", 1, 1)
+    assert vllm_cpu._start_process(start, said.append) == ("process", start)
+    assert methods == ["forkserver", "spawn"]
+    assert said == [
+        "vllm-cpu: no fork server (no such socket); starting a fresh interpreter (slower)"
+    ]
 
 
 ORPHAN = """
