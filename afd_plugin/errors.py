@@ -35,6 +35,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class AfdError(Exception):
     """Base of all deliberate errors of afd_plugin."""
@@ -120,6 +122,10 @@ class UnsupportedSetup(AfdError):
             f"{self.setting} is {value!r}, which a two-stage prefill split does not support; "
             f"allowed: {self.allowed}. {self.remedy}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Workers send errors by pickle, which would take the message for the value."""
+        return type(self), (self.value,), self.__dict__
 
 
 _OFF = 'Or turn the split off: additional_config={"afd": {"async_moe_ubatching": false}}.'
