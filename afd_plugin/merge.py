@@ -60,9 +60,9 @@ def merge_stage_outputs(plan: SplitPlan, outputs: Sequence[Any]) -> Any:
         raise StageTensorError(f"{len(outputs)} stage outputs; a plan has exactly 2 stages.")
     first, second = outputs
     if isinstance(first, Mapping) and isinstance(second, Mapping):
-        if list(first) != list(second):
+        if first.keys() != second.keys():
             raise StageTensorError(
-                f"stage 0 returned {sorted(first)} and stage 1 {sorted(second)}; they must agree."
+                f"stage 0 returned {list(first)} and stage 1 {list(second)}; they must agree."
             )
         return {name: _merged(plan, name, None, (first[name], second[name])) for name in first}
     if isinstance(first, tuple | list) and isinstance(second, tuple | list):
@@ -72,7 +72,9 @@ def merge_stage_outputs(plan: SplitPlan, outputs: Sequence[Any]) -> Any:
                 f"({type(first).__name__}, {type(second).__name__}); they must agree."
             )
         pairs = enumerate(zip(first, second, strict=True))
-        return type(first)(_merged(plan, f"output {i}", 0, pair) for i, pair in pairs)
+        merged = [_merged(plan, f"output {i}", 0, pair) for i, pair in pairs]
+        # A named tuple takes its fields one by one.
+        return type(first)(*merged) if hasattr(first, "_fields") else type(first)(merged)
     return _merged(plan, "output", 0, (first, second))
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from afd_plugin.errors import StageTensorError
 from afd_plugin.plan import SplitPlan
 
@@ -35,8 +37,9 @@ def token_axis(name: str, tensor: Any) -> int:
             "Declare its token axis in TOKEN_AXIS before it is split."
         )
     axis, ranks = TOKEN_AXIS[name]
-    if not hasattr(tensor, "shape") or len(tensor.shape) not in ranks:
-        shape = tuple(tensor.shape) if hasattr(tensor, "shape") else type(tensor).__name__
+    is_tensor = isinstance(tensor, torch.Tensor)
+    if not is_tensor or tensor.ndim not in ranks:
+        shape = tuple(tensor.shape) if is_tensor else type(tensor).__name__
         raise StageTensorError(
             f"{name} is {shape}; it must be a tensor of {' or '.join(map(str, ranks))} "
             f"dimension(s) with its tokens on axis {axis}."
