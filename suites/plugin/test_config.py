@@ -1,0 +1,159 @@
+"""Options: what is allowed, and messages that say key, value, allowed values and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from afd_plugin import AFDConfig, AfdError
+from afd_plugin.errors import ConfigError, OptionTypeError, OptionValueError, UnknownOption
+
+pytestmark = pytest.mark.cpu
+
+DEFAULTS = {
+    "async_moe_ubatching": False,
+    "async_moe_num_ubatches": 2,
+    "async_moe_split": "request",
+    "async_moe_token_alignment": 1,
+    "async_moe_min_tokens": 2,
+    "compute_gate_on_attention": False,
+}
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(AFDConfig()) == DEFAULTS
+
+
+@pytest.mark.parametrize("options", [None, {}, MappingProxyType({}), DEFAULTS])
+def test_absent_options_are_defaults(options: Any) -> None:
+    assert AFDConfig.from_options(options) == AFDConfig()
+
+
+@pytest.mark.parametrize("config", [{}, {"afd": None}, {"afd": {}}, {"other": {"x": 1}}])
+def test_additional_config_without_options(config: Any) -> None:
+    assert AFDConfig.from_additional_config(config) == AFDConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("async_moe_ubatching", True),
+        ("async_moe_split", "token"),
+        ("async_moe_token_alignment", 65536),
+        ("async_moe_token_alignment", 7),
+        ("async_moe_min_tokens", 2**31 - 1),
+        ("compute_gate_on_attention", True),
+    ],
+)
+def test_allowed_values(name: str, value: Any) -> None:
+    config = AFDConfig.from_additional_config({"afd": {name: value}, "other": 1})
+    assert dataclasses.asdict(config) == {**DEFAULTS, name: value}
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        AFDConfig().async_moe_split = "token"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+@pytest.mark.parametrize("value", [None, [], {}, b"token", 1.0, float("nan")], ids=repr)
+def test_wrong_type_everywhere(name: str, value: Any) -> None:
+    with pytest.raises(OptionTypeError) as caught:
+        AFDConfig.from_options({name: value})
+    text = str(caught.value)
+    assert f'additional_config["afd"]["{name}"] is {value!r} ({type(value).__name__})' in text
+    assert "it must be" in text
+    assert f"for example {DEFAULTS[name]!r}" in text
+    assert isinstance(caught.value, ConfigError)
+    assert isinstance(caught.value, AfdError)
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("async_moe_ubatching", 1),
+        ("async_moe_ubatching", "true"),
+        ("async_moe_ubatching", np.bool_(True)),
+        ("async_moe_num_ubatches", True),
+        ("async_moe_num_ubatches", "2"),
+        ("async_moe_split", True),
+        ("async_moe_split", 2),
+        ("async_moe_token_alignment", True),
+        ("async_moe_token_alignment", "8"),
+        ("async_moe_token_alignment", 8.0),
+        ("async_moe_min_tokens", False),
+        ("compute_gate_on_attention", 0),
+    ],
+)
+def test_nearly_the_right_type(name: str, value: Any) -> None:
+    with pytest.raises(OptionTypeError, match=name):
+        AFDConfig.from_options({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("async_moe_num_ubatches", 1, "2 (exactly two stages)"),
+        ("async_moe_num_ubatches", 0, "2 (exactly two stages)"),
+        ("async_moe_num_ubatches", 3, "2 (exactly two stages)"),
+        ("async_moe_num_ubatches", -2, "2 (exactly two stages)"),
+        ("async_moe_split", "", "'request' or 'token'"),
+        ("async_moe_split", "tokens", "'request' or 'token'"),
+        ("async_moe_split", "Token", "'request' or 'token'"),
+        ("async_moe_split", "request_boundary", "'request' or 'token'"),
+        ("async_moe_token_alignment", 0, "1 to 65536"),
+        ("async_moe_token_alignment", -1, "1 to 65536"),
+        ("async_moe_token_alignment", 65537, "1 to 65536"),
+        ("async_moe_min_tokens", 1, "2 to 2147483647"),
+        ("async_moe_min_tokens", 0, "2 to 2147483647"),
+        ("async_moe_min_tokens", 2**31, "2 to 2147483647"),
+    ],
+)
+def test_values_that_are_not_allowed(name: str, value: Any, allowed: str) -> None:
+    for make in (AFDConfig, lambda **o: AFDConfig.from_options(o)):
+        with pytest.raises(OptionValueError) as caught:
+            make(**{name: value})
+        text = str(caught.value)
+        assert f'additional_config["afd"]["{name}"] is {value!r}' in text
+        assert f"allowed: {allowed}" in text
+        assert "Set an allowed value" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"async_moe_ubatch": True}, "async_moe_ubatch"),
+        ({"zeta": 1, "alpha": 2, "async_moe_split": "token"}, "alpha, zeta"),
+        ({1: 2}, "1"),
+        ({None: 2, "x": 1}, "None, x"),
+        ({"": 1}, ""),
+        ({"self": 1}, "self"),
+    ],
+)
+def test_unknown_keys_are_listed_with_the_known_ones(options: Any, named: str) -> None:
+    with pytest.raises(UnknownOption) as caught:
+        AFDConfig.from_options(options)
+    text = str(caught.value)
+    assert f"unknown key(s) {named};" in text
+    for name in DEFAULTS:
+        assert name in text
+    assert "Remove or correct them" in text
+
+
+@pytest.mark.parametrize("options", ["token", 1, True, [], [("a", 1)], object], ids=repr)
+def test_options_that_are_no_mapping(options: Any) -> None:
+    with pytest.raises(OptionTypeError, match=r"it must be a mapping of options"):
+        AFDConfig.from_options(options)
+    with pytest.raises(OptionTypeError, match=r"it must be a mapping of options"):
+        AFDConfig.from_additional_config({"afd": options})
+
+
+@pytest.mark.parametrize("config", [None, "afd", [], 1], ids=repr)
+def test_additional_config_that_is_no_mapping(config: Any) -> None:
+    with pytest.raises(OptionTypeError, match=r"additional_config is .*'afd' entry"):
+        AFDConfig.from_additional_config(config)

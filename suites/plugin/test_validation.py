@@ -1,0 +1,221 @@
+"""Refusals at start-up: each by its own fact, in words that help, and only when it matters."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+
+from afd_plugin import AFDConfig, AfdError, errors
+from afd_plugin.errors import UnsupportedSetup
+from afd_plugin.validation import RequestSplitWarning, Setup, validate, validate_backends
+
+pytestmark = pytest.mark.cpu
+
+GOOD = Setup(
+    prefill_context_parallel_size=1,
+    decode_context_parallel_size=1,
+    tensor_parallel_size=1,
+    pipeline_parallel_size=1,
+    data_parallel_size=1,
+    sequence_parallel_moe=False,
+    speculative_method=None,
+    cudagraph_mode="NONE",
+    compilation_mode="NONE",
+    native_dbo=False,
+    model_runner_v2=False,
+    multimodal_prefix_lm=False,
+    encoder_decoder=False,
+    recurrent_state=False,
+    runner_type="generate",
+    lora=False,
+    kv_connector=None,
+    expert_load_balancing=False,
+    kv_sharing_fast_prefill=False,
+    attention_backends=("CPU_ATTN",),
+)
+TOKEN = AFDConfig(async_moe_ubatching=True, async_moe_split="token")
+REQUEST = AFDConfig(async_moe_ubatching=True)
+
+# refusal, the one fact of a setup that causes it, its value
+FACTS: list[tuple[type[UnsupportedSetup], str, Any]] = [
+    (errors.PrefillContextParallel, "prefill_context_parallel_size", 2),
+    (errors.DecodeContextParallel, "decode_context_parallel_size", 4),
+    (errors.TensorParallel, "tensor_parallel_size", 8),
+    (errors.PipelineParallel, "pipeline_parallel_size", 2),
+    (errors.DataParallel, "data_parallel_size", 2),
+    (errors.SequenceParallelMoE, "sequence_parallel_moe", True),
+    (errors.SpeculativeDecoding, "speculative_method", "eagle"),
+    (errors.CapturedGraph, "cudagraph_mode", "FULL"),
+    (errors.CapturedGraph, "cudagraph_mode", "PIECEWISE"),
+    (errors.CapturedGraph, "cudagraph_mode", "FULL_DECODE_ONLY"),
+    (errors.CompiledModel, "compilation_mode", "VLLM_COMPILE"),
+    (errors.CompiledModel, "compilation_mode", "STOCK_TORCH_COMPILE"),
+    (errors.NativeDualBatchOverlap, "native_dbo", True),
+    (errors.ModelRunnerV2, "model_runner_v2", True),
+    (errors.MultimodalPrefixLM, "multimodal_prefix_lm", True),
+    (errors.EncoderDecoder, "encoder_decoder", True),
+    (errors.RecurrentState, "recurrent_state", True),
+    (errors.PoolingRunner, "runner_type", "pooling"),
+    (errors.LoRAAdapters, "lora", True),
+    (errors.KVConnector, "kv_connector", "NixlConnector"),
+    (errors.ExpertLoadBalancing, "expert_load_balancing", True),
+    (errors.SharedKVFastPrefill, "kv_sharing_fast_prefill", True),
+]
+BACKENDS: list[tuple[str, ...]] = [("CPU_MLA",), ("CPU_ATTN", "CPU_MLA"), ("FLASH_ATTN",), ("",)]
+FACT_IDS = [f"{field}={value}" for _, field, value in FACTS]
+
+
+def refusal(setup: Setup, config: AFDConfig) -> UnsupportedSetup:
+    with pytest.raises(UnsupportedSetup) as caught:
+        validate(setup, config)
+    return caught.value
+
+
+def quiet(setup: Setup, config: AFDConfig) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        validate(setup, config)
+
+
+def with_(**facts: Any) -> Setup:
+    return dataclasses.replace(GOOD, **facts)
+
+
+def helpful(error: UnsupportedSetup, value: Any) -> None:
+    text = str(error)
+    assert isinstance(error, AfdError)
+    assert error.value == value
+    for part in (error.setting, repr(value), f"allowed: {error.allowed}", error.remedy):
+        assert part in text
+
+
+@pytest.mark.parametrize("config", [TOKEN, REQUEST], ids=["token", "request"])
+@pytest.mark.parametrize(("kind", "field", "value"), FACTS, ids=FACT_IDS)
+def test_refused_by_its_own_fact(
+    kind: type[UnsupportedSetup], field: str, value: Any, config: AFDConfig
+) -> None:
+    error = refusal(with_(**{field: value}), config)
+    assert type(error) is kind
+    helpful(error, value)
+    assert not hasattr(error, "__notes__")
+
+
+@pytest.mark.parametrize("backends", BACKENDS, ids=str)
+def test_backends_without_chunked_context_are_refused_for_token(backends: Any) -> None:
+    error = refusal(with_(attention_backends=backends), TOKEN)
+    assert type(error) is errors.AttentionBackendUnsupported
+    helpful(error, backends)
+    with pytest.raises(errors.AttentionBackendUnsupported) as caught:
+        validate_backends(backends, TOKEN)
+    helpful(caught.value, backends)
+
+
+@pytest.mark.parametrize("backends", BACKENDS, ids=str)
+def test_request_may_use_them_and_is_not_told_to_change(backends: Any) -> None:
+    quiet(with_(attention_backends=backends), REQUEST)
+    validate_backends(backends, REQUEST)
+    validate_backends(backends, AFDConfig(async_moe_split="token"))  # the split is off
+
+
+@pytest.mark.parametrize("backends", [("CPU_ATTN",), ("AMX_MLA",), ("AMX_MLA", "CPU_ATTN")])
+def test_supported_backends(backends: Any) -> None:
+    quiet(with_(attention_backends=backends), TOKEN)
+    validate_backends(backends, TOKEN)
+    with pytest.warns(RequestSplitWarning, match=r"also supports 'token'") as caught:
+        validate(with_(attention_backends=backends), REQUEST)
+    assert len(caught) == 1
+    assert '"async_moe_split": "token"' in str(caught[0].message)
+
+
+def test_a_gate_on_the_attention_side() -> None:
+    for on in (True, False):
+        for split in ("token", "request"):
+            config = AFDConfig(
+                async_moe_ubatching=on,
+                async_moe_split=split,  # type: ignore[arg-type]
+                compute_gate_on_attention=True,
+            )
+            error = refusal(GOOD, config)
+            assert type(error) is errors.AttentionSideGate
+            helpful(error, True)
+
+
+def test_more_than_two_stages() -> None:
+    config = dataclasses.replace(TOKEN)
+    # The option itself refuses other counts; a configuration built around it is refused too.
+    object.__setattr__(config, "async_moe_num_ubatches", 3)
+    error = refusal(GOOD, config)
+    assert type(error) is errors.TooManyUbatches
+    helpful(error, 3)
+
+
+def test_every_refusal_is_reached_above() -> None:
+    reached = {kind for kind, _, _ in FACTS} | {
+        errors.AttentionBackendUnsupported,
+        errors.AttentionSideGate,
+        errors.TooManyUbatches,
+    }
+    assert reached == set(UnsupportedSetup.__subclasses__())
+
+
+def test_every_fact_of_a_setup_is_judged() -> None:
+    judged = {field for _, field, _ in FACTS} | {"attention_backends"}
+    assert judged == {field.name for field in dataclasses.fields(Setup)}
+
+
+@pytest.mark.parametrize(
+    "field",
+    [name for _, name, value in FACTS if type(value) is int],
+)
+@pytest.mark.parametrize("size", [0, -1, None])
+def test_a_size_that_is_not_one(field: str, size: Any) -> None:
+    refusal(with_(**{field: size}), TOKEN)
+
+
+@pytest.mark.parametrize("split", ["token", "request"])
+def test_nothing_is_refused_or_warned_of_while_off(split: Any) -> None:
+    worst = with_(**{field: value for _, field, value in FACTS}, attention_backends=("CPU_MLA",))
+    quiet(worst, AFDConfig(async_moe_split=split))
+
+
+def test_all_reasons_are_told_at_once() -> None:
+    bad = with_(tensor_parallel_size=2, lora=True, attention_backends=("CPU_MLA",))
+    error = refusal(bad, TOKEN)
+    assert type(error) is errors.TensorParallel
+    assert error.__notes__ == [
+        f"also: {errors.LoRAAdapters(True)}",
+        f"also: {errors.AttentionBackendUnsupported(('CPU_MLA',))}",
+    ]
+    by_request = refusal(bad, REQUEST)
+    assert by_request.__notes__ == [f"also: {errors.LoRAAdapters(True)}"]
+
+
+def test_everything_wrong_at_once() -> None:
+    kinds = list(dict.fromkeys(kind for kind, _, _ in FACTS))
+    error = refusal(
+        with_(**{field: value for _, field, value in FACTS}, attention_backends=("CPU_MLA",)),
+        TOKEN,
+    )
+    assert type(error) in kinds
+    told = "\n".join([str(error), *error.__notes__])
+    for kind in (*kinds, errors.AttentionBackendUnsupported):
+        assert kind.setting in told
+    assert len(error.__notes__) == len(kinds)
+
+
+def test_a_refused_setup_is_not_also_warned_of() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        refusal(with_(lora=True), REQUEST)
+
+
+@pytest.mark.parametrize("kind", UnsupportedSetup.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_words_of_a_refusal(kind: type[UnsupportedSetup]) -> None:
+    for name in ("setting", "allowed", "remedy"):
+        assert getattr(kind, name) != getattr(UnsupportedSetup, name)
+        assert name in vars(kind)
+    assert kind.__doc__ != UnsupportedSetup.__doc__
+    helpful(kind("some value"), "some value")
