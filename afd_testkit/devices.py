@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -39,8 +39,7 @@ class Need:
     imports: str | None = None
 
 
-@dataclass(frozen=True)
-class Demand:
+class Demand(NamedTuple):
     """One need of one test."""
 
     need: Need

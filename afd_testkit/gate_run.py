@@ -21,7 +21,7 @@ from afd_testkit.settings import Settings, check_results_dir
 
 if TYPE_CHECKING:
     from afd_testkit.evidence import RunFiles
-    from afd_testkit.ledger import Ledger
+    from afd_testkit.ledger_rule import Ledger
     from afd_testkit.results import CheckResult
     from afd_testkit.run_info import RunInfo
 
@@ -146,11 +146,14 @@ class GateRun:
     def _take(
         self, nodeid: str, properties: Sequence[tuple[str, object]], *, waived: bool = False
     ) -> None:
+        start = self._taken.get(nodeid, 0)
+        fresh = properties[start:]
+        if not fresh:
+            return
         from afd_testkit.results import Outcome
 
-        start = self._taken.get(nodeid, 0)
         self._taken[nodeid] = len(properties)
-        for name, value in properties[start:]:
+        for name, value in fresh:
             if name == GATE:
                 self._selected.setdefault(nodeid, str(value))
             elif name == CHECK:

@@ -12,7 +12,6 @@ import operator
 import reprlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -29,14 +28,14 @@ _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 100
 
 
-@dataclass
 class _Owned:
     """A change that belongs to a fixture, until the fixture is finished."""
 
-    owner: object
-    label: str
-    change: Change
-    finished: bool = False
+    def __init__(self, owner: object, label: str, change: Change) -> None:
+        self.owner = owner
+        self.label = label
+        self.change = change
+        self.finished = False
 
 
 class LeakGuard:

@@ -1,13 +1,63 @@
-"""The ledger at work: waived tests must fail, unwaived xfail marks are refused."""
+"""The ledger at work: waived tests must fail; stale entries and bare xfail marks are refused."""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 
-from afd_testkit.ledger import Ledger
 from afd_testkit.need_rule import fail_collection
+
+if TYPE_CHECKING:
+    from afd_testkit.ledger import Waiver
+
+
+class Ledger:
+    """The waivers in force, and what became of them in this session."""
+
+    def __init__(self, waivers: Sequence[Waiver], today: datetime.date) -> None:
+        self._expired = [w for w in waivers if w.expired(today)]
+        self._live = [w for w in waivers if not w.expired(today)]
+        self._used: set[Waiver] = set()
+        self._excused: set[Waiver] = set()  # its tests could not, or were not to, run
+        self._wrong: list[str] = []
+
+    def for_test(self, nodeid: str) -> Waiver | None:
+        """The waiver that covers a test, if any."""
+        return next((w for w in self._live if w.is_for_test and w.covers(nodeid)), None)
+
+    def for_check(self, name: str) -> Waiver | None:
+        """The waiver that covers a check, if any."""
+        return next((w for w in self._live if not w.is_for_test and w.covers(name)), None)
+
+    def saw_test(self, nodeid: str, *, ran: bool) -> None:
+        """A test ran, or did not because of a missing need or the user's selection."""
+        for waiver in self._live:
+            if waiver.is_for_test and waiver.covers(nodeid):
+                (self._used if ran else self._excused).add(waiver)
+
+    def saw_check(self, name: str, *, passed: bool) -> None:
+        """A check ended; that a waived one passes is an error."""
+        waiver = self.for_check(name)
+        if waiver is not None:
+            self._used.add(waiver)
+            if passed:
+                self._wrong.append(f"{waiver.label()}: {name} passed; remove the entry.")
+
+    def problems(self, *, whole_run: bool, gates_ran: bool) -> list[str]:
+        """What fails the session, one sentence each.
+
+        Of a run over part of the tests (``whole_run`` false) nothing can be said of entries
+        for the other tests, and without gates nothing of entries for checks.
+        """
+        found = [f"{w.label()} expired on {w.expires}; fix it or renew it." for w in self._expired]
+        for waiver in self._live:
+            judged = whole_run if waiver.is_for_test else gates_ran
+            if judged and waiver not in self._used | self._excused:
+                found.append(f"{waiver.label()} matches nothing that ran; remove the entry.")
+        return found + self._wrong
 
 
 class LedgerRule:

@@ -17,8 +17,7 @@ from afd_testkit import gate_run, hookspecs, settings
 from afd_testkit.devices import BUILT_IN, VLLM_DISTRIBUTIONS, Demand, Needs, version_of
 from afd_testkit.gate_run import GateRun
 from afd_testkit.leaks import LeakGuard
-from afd_testkit.ledger import Ledger, load_ledger
-from afd_testkit.ledger_rule import LedgerRule
+from afd_testkit.ledger_rule import Ledger, LedgerRule
 from afd_testkit.need_rule import NeedRule
 from afd_testkit.settings import Settings
 
@@ -55,9 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
         usage = f"{need.name}(n)" if need.counted else need.name
         config.addinivalue_line("markers", f"{usage}: {need.meaning}")
     config.addinivalue_line("markers", "afd_gate(name): a gate; its checks go into the evidence")
-    path = config.getini("afd_ledger")
-    waivers = load_ledger(config.rootpath / path) if path else ()
-    ledger = Ledger(waivers, datetime.datetime.now(tz=datetime.UTC).date())
+    ledger = _ledger(config)
     guard = LeakGuard(prepare=needs.prepare)
     config.stash[settings_key] = chosen
     config.stash[needs_key] = needs
@@ -66,10 +63,21 @@ def pytest_configure(config: pytest.Config) -> None:
     rule = NeedRule(needs, chosen.require, strict=config.getini("afd_strict_needs"))
     register = config.pluginmanager.register
     register(rule, "afd-needs")
-    register(LedgerRule(ledger, strict=bool(path)), "afd-ledger")
+    register(LedgerRule(ledger, strict=bool(config.getini("afd_ledger"))), "afd-ledger")
     register(GateRun(config, chosen, ledger), "afd-gates")
     register(guard, "afd-leaks")
     register(ShippedEngines(_progress_writer(config)), "afd-engines")
+
+
+def _ledger(config: pytest.Config) -> Ledger:
+    """The waivers of the configured file; none without one."""
+    path = config.getini("afd_ledger")
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    if not path:
+        return Ledger((), today)
+    from afd_testkit.ledger import load_ledger
+
+    return Ledger(load_ledger(config.rootpath / path), today)
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -22,9 +22,8 @@ import os
 import re
 import sys
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 #: Stands for "not there", so that ``None`` in ``sys.modules`` stays a value.
 ABSENT: Final = object()
@@ -48,8 +47,7 @@ IMPORT_ENVIRONMENT: Mapping[str, frozenset[str]] = {
 _TORCH_OWN = frozenset({"_initialized", "_queued_calls", "_cached_device_count", "Storage"})
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """One entry of a channel that differs; ``old`` or ``new`` may be :data:`ABSENT`."""
 
     channel: str
@@ -58,8 +56,7 @@ class Change:
     new: Any
 
 
-@dataclass(frozen=True)
-class Imports:
+class Imports(NamedTuple):
     """What was imported between two snapshots.
 
     ``tops``: top-level names of the new real modules; ``packages``: those, without the standard

@@ -130,7 +130,7 @@ def test_workers_tell_the_same(pytester: pytest.Pytester) -> None:
     result.stdout.re_match_lines([*ROW, r"air +3 +not selected here +breathe"])
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize("workers", [(), ("-n", "1")])
 def test_no_need_is_a_collection_error(pytester: pytest.Pytester, workers: tuple[str, ...]) -> None:
     pytester.makeini("[pytest]\nafd_strict_needs = true")
     pytester.makepyfile(

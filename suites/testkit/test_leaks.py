@@ -363,6 +363,6 @@ def test_workers_name_the_test_as_well(pytester: pytest.Pytester) -> None:
         test_a='import os\ndef test_one(): os.environ["AFD_LEAK"] = "1"',
         test_b='import os\ndef test_two(): assert "AFD_LEAK" not in os.environ',
     )
-    result = pytester.runpytest_subprocess("-p", "no:randomly", "-p", "no:hypothesispytest", "-n2")
+    result = pytester.runpytest_subprocess("-p", "no:randomly", "-p", "no:hypothesispytest", "-n1")
     result.assert_outcomes(passed=2, errors=1)
     result.stdout.fnmatch_lines(["test_a.py::test_one left the process changed:"])

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from afd_testkit.ledger import Ledger, Waiver, check_id, load_ledger
+from afd_testkit.ledger import Waiver, check_id, load_ledger
+from afd_testkit.ledger_rule import Ledger
 from afd_testkit.results import CheckResult, Outcome
 
 pytestmark = pytest.mark.cpu

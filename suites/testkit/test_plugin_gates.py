@@ -164,7 +164,7 @@ def test_an_internal_error_keeps_what_had_run(pytester: pytest.Pytester) -> None
 
 def test_a_worker_that_crashes_is_an_error_of_its_gate(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(HEAD + PASS + "def test_crash(): os._exit(3)")
-    result = pytester.runpytest_subprocess(*QUIET, "-n", "2")
+    result = pytester.runpytest_subprocess(*QUIET, "-n", "1")
     result.assert_outcomes(passed=1, failed=1)
     record = record_of(pytester.path / "afd-results")
     assert outcomes(record) == {"pass": ["passed"], "test_crash": ["error"]}
