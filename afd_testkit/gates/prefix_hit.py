@@ -128,9 +128,9 @@ def _user_body(check: Check, split: SplitSetting, state: str) -> None:
 
 
 # Tokens of the writing request, and how many of them the reader shares.  Behind the shared part
-# of 1000 a cut is safe; of 992 the reader needs the very last token, and no cut is.
-_WRITERS = {"cut moved": (1000, 960), "no safe cut": (992, 992)}
-_STEP = 544  # tokens a step
+# of 488 a cut is safe; of 480 the reader needs the very last token, and no cut is.
+_WRITERS = {"cut moved": (488, 448), "no safe cut": (480, 480)}
+_STEP = 280  # tokens a step: the short request and 272 of the writer come first
 
 
 def _same_step_prompts(corpus: Corpus, writer: int, shared: int) -> tuple[Prompt, ...]:

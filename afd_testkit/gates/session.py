@@ -96,18 +96,34 @@ class GateSession:
     def baseline(self, subject: Subject, prompts: Sequence[Prompt]) -> Baseline:
         """Unsplit results and noise for ``prompts``, computed once a session.
 
-        Noise: the same input twice, and the same prompts in reversed order, which changes
-        every prompt's place and neighbours in the batch.
+        Noise: the same input twice, and the same prompts in two other batches, which changes
+        every prompt's neighbours and the sizes of every matrix product.
         """
         key = (subject, repr([(p.name, p.token_ids, p.max_tokens) for p in prompts]))
         if key not in self.baselines:
             engine = self.stock(subject)
             run = engine.run(prompts)
             again = engine.run(prompts)
-            other = engine.run(tuple(reversed(prompts)))
+            other = joined([engine.run(batch) for batch in _other_batches(prompts)], prompts)
             noise = Noise.between([(again, run), (other, run)])
             self.baselines[key] = Baseline(run, again, other, noise)
         return self.baselines[key]
+
+
+def _other_batches(prompts: Sequence[Prompt]) -> list[tuple[Prompt, ...]]:
+    """Every other prompt, and the rest, each behind a short neighbour."""
+    neighbour = Prompt("another batch's neighbour", prompts[0].token_ids[:37])
+    return [(neighbour, *half) for half in (prompts[::2], prompts[1::2]) if half]
+
+
+def joined(runs: Sequence[RunResult], prompts: Sequence[Prompt]) -> RunResult:
+    """The requests of several runs as one run's, those of ``prompts`` only, in their order."""
+    found = {request.name: request for run in runs for request in run.requests}
+    return RunResult(
+        requests=tuple(found[prompt.name] for prompt in prompts),
+        steps=(),
+        seconds=sum(run.seconds for run in runs),
+    )
 
 
 def salted(prompts: Sequence[Prompt], salt: str) -> tuple[Prompt, ...]:

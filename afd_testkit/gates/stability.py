@@ -13,7 +13,14 @@ import numpy as np
 
 from afd_testkit.engines.base import Prompt, RunResult, SplitSetting
 from afd_testkit.gates.compare import Noise
-from afd_testkit.gates.session import Baseline, Check, GateSession, Subject, run_check
+from afd_testkit.gates.session import (
+    Baseline,
+    Check,
+    GateSession,
+    Subject,
+    joined,
+    run_check,
+)
 from afd_testkit.gates.workloads import USER
 from afd_testkit.results import CheckResult, Comparison
 
@@ -49,19 +56,11 @@ def _rounds(session: GateSession, subject: Subject) -> list[tuple[Prompt, ...]]:
 
 def _alone(session: GateSession, subject: Subject, rounds: list[tuple[Prompt, ...]]) -> Baseline:
     """Every prompt by itself, twice."""
-    prompts = {prompt.name: prompt for batch in rounds for prompt in batch}
-    runs = []
-    for _ in range(2):
-        engine = session.stock(subject)
-        single = [engine.run([prompt]) for prompt in prompts.values()]
-        runs.append(
-            RunResult(
-                requests=tuple(request for run in single for request in run.requests),
-                steps=(),
-                seconds=sum(run.seconds for run in single),
-            )
-        )
-    together = session.stock(subject).run(tuple(prompts.values()))
+    named = {prompt.name: prompt for batch in rounds for prompt in batch}
+    prompts = tuple(named.values())
+    engine = session.stock(subject)
+    runs = [joined([engine.run([prompt]) for prompt in prompts], prompts) for _ in range(2)]
+    together = engine.run(prompts)
     noise = Noise.between([(runs[1], runs[0]), (together, runs[0])])
     return Baseline(runs[0], runs[1], together, noise)
 
