@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from vllm.config import VllmConfig
 from vllm.forward_context import ForwardContext
@@ -24,10 +23,11 @@ from afd_plugin.validation import Setup
 
 PINNED = ("0.32.0",)
 
-# Parameters of everything that is overridden, wrapped or called by keyword.
-_SIGNATURES: Mapping[Callable[..., Any], tuple[str, ...]] = {
-    GPUModelRunner.execute_model: ("self", "scheduler_output", "intermediate_tensors"),
-    GPUModelRunner._build_attention_metadata: (
+# Parameters of everything that is overridden, wrapped or called by keyword; by name, so that
+# what another plugin put in place of a method is judged too.
+_SIGNATURES: Mapping[tuple[type, str], tuple[str, ...]] = {
+    (GPUModelRunner, "execute_model"): ("self", "scheduler_output", "intermediate_tensors"),
+    (GPUModelRunner, "_build_attention_metadata"): (
         "self",
         "num_tokens",
         "num_reqs",
@@ -42,7 +42,7 @@ _SIGNATURES: Mapping[Callable[..., Any], tuple[str, ...]] = {
         "num_scheduled_tokens",
         "slot_mappings",
     ),
-    GPUModelRunner._model_forward: (
+    (GPUModelRunner, "_model_forward"): (
         "self",
         "input_ids",
         "positions",
@@ -50,23 +50,27 @@ _SIGNATURES: Mapping[Callable[..., Any], tuple[str, ...]] = {
         "inputs_embeds",
         "model_kwargs",
     ),
-    GPUModelRunner.initialize_metadata_builders: ("self", "kv_cache_config", "kernel_block_sizes"),
-    AttentionGroup.build_metadata: (
+    (GPUModelRunner, "initialize_metadata_builders"): (
+        "self",
+        "kv_cache_config",
+        "kernel_block_sizes",
+    ),
+    (AttentionGroup, "build_metadata"): (
         "self",
         "common_attn_metadata",
         "ubatch_idx",
         "common_prefix_len",
         "kwargs",
     ),
-    AttentionGroup.create_metadata_builders: (
+    (AttentionGroup, "create_metadata_builders"): (
         "self",
         "vllm_config",
         "device",
         "kernel_block_size",
         "num_metadata_builders",
     ),
-    CPUWorker.init_device: ("self",),
-    CPUWorker.__init__: (
+    (CPUWorker, "init_device"): ("self",),
+    (CPUWorker, "__init__"): (
         "self",
         "vllm_config",
         "local_rank",
@@ -104,12 +108,18 @@ def check_drift() -> None:
             f"vLLM {installed} is installed; the split is written against {', '.join(PINNED)}. "
             "Install a pinned version."
         )
-    for function, pinned in _SIGNATURES.items():
-        found = tuple(inspect.signature(function).parameters)
+    for (owner, name), pinned in _SIGNATURES.items():
+        if not hasattr(owner, name):
+            raise UpstreamDrift(
+                f"{owner.__qualname__} has no {name}; vLLM {installed} differs from the release "
+                "of that number. Reinstall it."
+            )
+        found = tuple(inspect.signature(getattr(owner, name)).parameters)
         if found != pinned:
             raise UpstreamDrift(
-                f"{function.__qualname__} takes {found}, pinned is {pinned}; vLLM {installed} "
-                "differs from the release of that number. Reinstall it."
+                f"{owner.__qualname__}.{name} takes {found}, pinned is {pinned}; vLLM {installed} "
+                "or a plugin that replaced the method differs from the release of that number. "
+                "Reinstall vLLM, or run without that plugin."
             )
     fields = tuple(field.name for field in dataclasses.fields(ForwardContext))
     if fields != _FORWARD_CONTEXT_FIELDS:

@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from afd_plugin.compat.vllm import read_setup
 from afd_plugin.config import AFDConfig
 from afd_plugin.context import AttributeSlot, replaced
+from afd_plugin.errors import UpstreamDrift
 from afd_plugin.registration import register
 from afd_plugin.validation import validate, validate_backends
 from afd_plugin.workers.runner import TwoStageRunnerMixin
@@ -62,7 +63,18 @@ class AFDCPUWorker(CPUWorker):  # type: ignore[misc]
     def init_device(self) -> None:
         with _runner_class():
             super().init_device()
-        self.model_runner.afd_start(self._afd_config)
+        if self._splits():
+            self.model_runner.afd_start(self._afd_config)
+        elif self._afd_config.async_moe_ubatching:
+            raise UpstreamDrift(
+                f"CPUWorker.init_device built a {type(self.model_runner).__qualname__}, not an "
+                "AFDCPUModelRunner, which alone can split. Install a pinned vLLM, or turn the "
+                'split off: additional_config={"afd": {"async_moe_ubatching": false}}.'
+            )
+
+    def _splits(self) -> bool:
+        """Whether the runner can split; Model Runner V2 cannot, and runs with the split off."""
+        return isinstance(self.model_runner, AFDCPUModelRunner)
 
     def afd_configure(self, options: dict[str, Any]) -> None:
         """Replace the options between steps, judged as at start-up; for tests and replays.
@@ -71,10 +83,14 @@ class AFDCPUWorker(CPUWorker):  # type: ignore[misc]
         """
         config = AFDConfig.from_options(options)
         validate(self._afd_setup, config)
-        validate_backends(self.model_runner.afd_backends(), config)
+        if self._splits():
+            validate_backends(self.model_runner.afd_backends(), config)
+            self.model_runner.afd_config = config
         self._afd_config = config
-        self.model_runner.afd_config = config
 
     def afd_take_evidence(self) -> list[dict[str, Any]]:
-        """Evidence of each step since the last call (``StepEvidence.as_dict``)."""
-        return list(self.model_runner.afd_take_evidence())
+        """Evidence of each step since the last call (``StepEvidence.as_dict``).
+
+        A runner that cannot split records none.
+        """
+        return list(self.model_runner.afd_take_evidence()) if self._splits() else []
