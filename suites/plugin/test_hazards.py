@@ -246,7 +246,7 @@ def test_a_hazard_in_the_second_group_is_found() -> None:
 
 
 @given(step=layouts, data=st.data(), policy=st.sampled_from(["token", "request", "given"]))
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=100)
 @example(step=SHARED, data=None, policy="token")
 def test_moved_to_the_nearest_safe_cut(
     step: Paged, data: st.DataObject | None, policy: Any

@@ -31,7 +31,9 @@ PLAN = split_at(BATCH, 5)
 class Small:
     """What the slicer itself reads, and one field of tokens."""
 
+    query_start_loc: Any
     query_start_loc_cpu: Any
+    seq_lens: Any
     num_reqs: int
     num_actual_tokens: int
     seq_lens_cpu_upper_bound: Any
@@ -40,14 +42,18 @@ class Small:
 
 
 RULES: dict[str, r.Rule] = {
+    "query_start_loc": r.query_offsets,
     "query_start_loc_cpu": r.query_offsets,
+    "seq_lens": r.sequence_lengths,
     "num_reqs": r.num_reqs,
     "num_actual_tokens": r.num_real_tokens,
     "seq_lens_cpu_upper_bound": r.sequence_lengths,
     "slot_mapping": r.per_token,
 }
 VALUES: dict[str, Any] = {
+    "query_start_loc": torch.tensor([0, 3, 10, 14]),
     "query_start_loc_cpu": torch.tensor([0, 3, 10, 14]),
+    "seq_lens": torch.tensor([3, 15, 5]),
     "num_reqs": 3,
     "num_actual_tokens": 14,
     "seq_lens_cpu_upper_bound": torch.tensor([3, 15, 5]),
@@ -70,7 +76,9 @@ class Frozen:
     seq_lens_cpu_upper_bound: Any
     num_actual_tokens: int
     num_reqs: int
+    seq_lens: Any
     query_start_loc_cpu: Any
+    query_start_loc: Any
 
 
 @pytest.fixture(autouse=True)
@@ -265,3 +273,54 @@ def test_no_vllm_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch)
     with pytest.raises(UpstreamDrift, match="no vLLM is installed"):
         resolve_rules(upstream_class(*known.RULES_0_32_0))
+
+
+# --- unusual classes and rules ----------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Doubling:
+    """A rule with state of its own; being comparable, it has no hash."""
+
+    factor: int
+
+    def __call__(self, name: str, value: Any, parent: Any, pieces: r.Pieces) -> r.Pair:
+        return value * self.factor, value
+
+
+def test_a_rule_may_be_any_callable() -> None:
+    register_metadata_rules(Small, RULES)
+    register_metadata_rules(Wider, {"extra_scale": Doubling(2)})
+    first, second = slice_metadata(Wider(**VALUES, extra_scale=3), PLAN)
+    assert (first.extra_scale, second.extra_scale) == (6, 3)
+
+
+def test_a_constructor_that_takes_fields_in_another_order() -> None:
+    @dataclasses.dataclass(init=False)
+    class Swapped(Small):
+        def __init__(
+            self,
+            query_start_loc_cpu: Any,
+            query_start_loc: Any,
+            slot_mapping: Any,
+            seq_lens: Any,
+            seq_lens_cpu_upper_bound: Any,
+            num_actual_tokens: int,
+            num_reqs: int,
+        ) -> None:
+            super().__init__(
+                query_start_loc,
+                query_start_loc_cpu,
+                seq_lens,
+                num_reqs,
+                num_actual_tokens,
+                seq_lens_cpu_upper_bound,
+                slot_mapping,
+            )
+
+    register_metadata_rules(Small, RULES)
+    first, second = slice_metadata(Swapped(**VALUES), PLAN)
+    assert (first.num_reqs, first.num_actual_tokens) == (2, 5)
+    assert second.slot_mapping.tolist() == [*range(5, 14)]
+    assert second.seq_lens.tolist() == [15, 5]
+    unregister_metadata_rules(Swapped)
