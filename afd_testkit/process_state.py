@@ -7,8 +7,8 @@ Differences that come with the *first import of a package* are the package's, no
 
 - ``sys.modules``: new real modules are always fine.  Aliases, and modules made without a spec
   (compiled extensions and lazy packages make them), are fine inside a package of which this test
-  imported a real module for the first time, and so is a package replacing such an entry of its
-  own.
+  imported a real module for the first time; so are such a package replacing an entry of its own
+  from the same file, and its giving one of its modules a second name.
 - ``torch`` attributes: torch's own submodules, and functions and classes that were defined in a
   package first imported here (it patched torch while it was imported).  The standard library
   does not count: importing ``unittest.mock`` does not excuse a mock.
@@ -33,6 +33,7 @@ IMPORT_ENVIRONMENT: Mapping[str, frozenset[str]] = {
     "torch": frozenset({"TORCHINDUCTOR_CACHE_DIR"}),
     "vllm": frozenset(
         {
+            "AITER_SITUV2_A4W4",
             "PYTORCH_NVML_BASED_CUDA_CHECK",
             "TILELANG_CLEANUP_TEMP_FILES",
             "TORCHINDUCTOR_COMPILE_THREADS",
@@ -133,16 +134,21 @@ class ModuleTable:
         """Real modules are; see the module's docstring for those without a spec."""
         if change.new is ABSENT or not isinstance(change.new, ModuleType):
             return False
-        if change.old is not ABSENT and is_real(change.key, change.old):
-            return False
-        if change.old is ABSENT and is_real(change.key, change.new):
-            return True
-        # multiprocessing gives the main module a second name.
-        if change.key == "__mp_main__" or change.key in imports.placeholders:
-            return True
         top = _top(change.key)
+        new_is_real = is_real(change.key, change.new)
+        if change.old is not ABSENT and is_real(change.key, change.old):
+            return (
+                new_is_real and top in imports.packages and _file(change.old) == _file(change.new)
+            )
+        # multiprocessing gives the main module a second name.
+        if new_is_real or change.key == "__mp_main__" or change.key in imports.placeholders:
+            return True
         # Cython makes one such top-level module a compiler version, shared by all extensions.
-        return top in imports.tops or top.startswith(("_cython_", "cython_runtime"))
+        if top in imports.tops or top.startswith(("_cython_", "cython_runtime")):
+            return True
+        # A second name, which its own package gave to a module.
+        own_name = change.new.__name__
+        return is_real(own_name, change.new) and _top(own_name) in imports.packages
 
     def restore(self, change: Change) -> None:
         """Put the entry back or take it out."""
@@ -248,7 +254,8 @@ class Operators:
         custom = sys.modules["torch._library.custom_ops"].OPDEFS.get(change.key)
         if custom is not None:  # the dispatcher knows only torch's own file for these
             return _top(custom._init_fn.__module__) in imports.packages
-        dump = sys.modules["torch"]._C._dispatch_dump(change.key)
+        # torch keeps the name as it was written, line breaks included
+        dump = sys.modules["torch"]._C._dispatch_dump("".join(change.key.split()))
         found = re.search(r"^debug: registered at (.*):\d+$", dump, re.MULTILINE)
         return found is not None and found[1] in _files_of(imports.packages)
 

@@ -56,6 +56,11 @@ LEAKS = {
         "sys.modules: 'json' was changed from a module, 'json' to a module, 'json'",
         'sys.modules["json"].__spec__ is not None',
     ),
+    "module imported anew": (
+        'del sys.modules["json"]; import json',
+        "sys.modules: 'json' was changed from a module, 'json' to a module, 'json'",
+        'sys.modules["json"] is json',
+    ),
     "removed module": (
         'del sys.modules["json"]',
         "sys.modules: 'json' was removed (it was a module, 'json')",
@@ -271,6 +276,8 @@ PACKAGE = {
         import sys, types, torch
         library = torch.library.Library("afd_zoo", "DEF")
         library.define("twice(Tensor x) -> Tensor")
+        library.define("\\n    thrice(Tensor x) -> Tensor")
+        sys.modules["afd_alias"] = sys.modules["afd_zoo"]
         sys.modules["afd_zoo.made"] = types.ModuleType("afd_zoo.made")
         def patched(): pass
         torch.cuda.afd_zoo = patched
@@ -279,7 +286,7 @@ PACKAGE = {
         def once(x: torch.Tensor) -> torch.Tensor:
             return x.clone()
     """,
-    "vllm/__init__.py": "",
+    "vllm/__init__.py": 'import os; os.environ["TRITON_CACHE_AUTOTUNING"] = "1"',
     "vllm/forward_context.py": "_forward_context = None",
     "test_zoo.py": """
         import sys
@@ -289,6 +296,10 @@ PACKAGE = {
         def test_package():
             import afd_zoo
             import vllm.forward_context
+
+        def test_mock():
+            from unittest import mock
+            torch.cuda.afd_mock = mock.MagicMock()
 
         def test_library():
             KEPT.append(torch.library.Library("afd_leak", "DEF"))
@@ -321,9 +332,11 @@ def test_operators_and_forward_context(pytester: pytest.Pytester) -> None:
         path.write_text(textwrap.dedent(text))
     pytester.makeini("[pytest]\npythonpath = .")
     result = pytester.runpytest_subprocess(*QUIET)
-    result.assert_outcomes(passed=6, errors=3)
+    result.assert_outcomes(passed=7, errors=4)
     result.stdout.fnmatch_lines(
         [
+            "test_zoo.py::test_mock left the process changed:",
+            "  torch.cuda: 'afd_mock' was added*",
             "test_zoo.py::test_library left the process changed:",
             "  torch.ops: 'afd_leak::one' was added*",
             "test_zoo.py::test_custom left the process changed:",
