@@ -7,10 +7,10 @@ names it, so that an upgrade cannot drop one silently.  The parent is never writ
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from afd_plugin.compat.known import builtin_rules
@@ -21,12 +21,26 @@ from afd_plugin.errors import (
     UnknownMetadataClass,
 )
 from afd_plugin.plan import SplitPlan
-from afd_plugin.rules import Pieces, Rule, on_cpu
+from afd_plugin.rules import Pieces, Rule, match_lengths, match_offsets, none_stays_none
 
 M = TypeVar("M")
 
+
+class _Fields(NamedTuple):
+    """A metadata class, ready to be sliced.
+
+    ``rules``: (field, rule) in the order of the fields.  ``steps``: the same, each with
+    whether the rule is to be asked about ``None``.  ``positional``: whether the class is
+    built from its fields in this order, which is the quicker way.
+    """
+
+    rules: tuple[tuple[str, Rule], ...]
+    steps: tuple[tuple[str, Rule, bool], ...]
+    positional: bool
+
+
 _registered: dict[type, Mapping[str, Rule]] = {}
-_resolved: dict[type, tuple[tuple[str, Rule], ...]] = {}
+_resolved: dict[type, _Fields] = {}
 
 
 def _name(cls: type) -> str:
@@ -66,6 +80,11 @@ def resolve_rules(cls: type) -> tuple[tuple[str, Rule], ...]:
     dataclass, :class:`MissingFieldRule` for fields without one, :class:`StaleFieldRule` for
     rules without a field.
     """
+    return _fields(cls).rules
+
+
+def _fields(cls: type) -> _Fields:
+    """See :func:`resolve_rules`."""
     if cls in _resolved:
         return _resolved[cls]
     rules: dict[str, Rule] = {}
@@ -96,61 +115,45 @@ def resolve_rules(cls: type) -> tuple[tuple[str, Rule], ...]:
             f"{_name(cls)} lacks field(s) that have a rule: {', '.join(stale)}. The class changed; "
             "review its table of rules."
         )
-    _resolved[cls] = tuple((field.name, rules[field.name]) for field in fields)
+    ordered = tuple((field.name, rules[field.name]) for field in fields)
+    _resolved[cls] = _Fields(
+        rules=ordered,
+        steps=tuple((name, rule, not none_stays_none(rule)) for name, rule in ordered),
+        positional=_takes_in_order(cls, [name for name, _ in ordered]),
+    )
     return _resolved[cls]
 
 
-def _check_parent(parent: Any, plan: SplitPlan) -> None:
+def _takes_in_order(cls: type, names: list[str]) -> bool:
+    """Whether ``cls(*values)`` sets exactly the fields ``names``, in their order."""
+    parameters = inspect.signature(cls).parameters.values()
+    by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [p.name for p in parameters] == names and all(p.kind is by_place for p in parameters)
+
+
+def _check_parent(parent: Any, pieces: Pieces) -> None:
     """The parent's offsets and bounds must be those of the plan's batch.
 
     Rows after the batch's requests are padding and must be empty.
     """
-    batch = plan.batch
-    offsets = _on_cpu("query_start_loc_cpu", parent.query_start_loc_cpu)
-    extra = offsets[batch.num_reqs + 1 :]
-    if not _equal(offsets[: batch.num_reqs + 1], batch.query_start_loc) or (
-        extra.size and (extra != batch.num_tokens).any()
-    ):
-        raise MetadataMismatch(
-            f"query_start_loc {_short(offsets)} does not match the batch of the plan, "
-            f"{_short(batch.query_start_loc)}. Plan and metadata must describe the same step."
-        )
+    batch = pieces.plan.batch
+    offsets = _on_cpu("query_start_loc_cpu", parent.query_start_loc_cpu, pieces)
+    match_offsets(offsets, pieces)
     if parent.num_actual_tokens < batch.num_tokens or parent.num_reqs < batch.num_reqs:
         raise MetadataMismatch(
             f"the metadata speaks of {parent.num_reqs} requests and {parent.num_actual_tokens} "
             f"tokens, the plan of {batch.num_reqs} and {batch.num_tokens}."
         )
-    if parent.seq_lens_cpu_upper_bound is None:
-        return
-    bounds = _on_cpu("seq_lens_cpu_upper_bound", parent.seq_lens_cpu_upper_bound)
-    bounds = bounds[: batch.num_reqs]
-    if _equal(bounds, batch.seq_lens):
-        return
-    # Bounds are exact for prefilling rows and may be higher for decodes.
-    if (
-        bounds.shape != batch.seq_lens.shape
-        or ((bounds < batch.seq_lens) | (batch.is_prefilling & (bounds != batch.seq_lens))).any()
-    ):
-        raise MetadataMismatch(
-            f"seq_lens_cpu_upper_bound {_short(bounds)} does not match computed + scheduled "
-            f"tokens of the batch, {_short(batch.seq_lens)}."
-        )
+    if parent.seq_lens_cpu_upper_bound is not None:
+        name = "seq_lens_cpu_upper_bound"
+        match_lengths(name, _on_cpu(name, parent.seq_lens_cpu_upper_bound, pieces), pieces)
 
 
-def _on_cpu(name: str, value: Any) -> NDArray[Any]:
-    view = on_cpu(value)
+def _on_cpu(name: str, value: Any, pieces: Pieces) -> NDArray[Any]:
+    view = pieces.view(value)
     if view is None:
         raise MetadataMismatch(f"field {name} is on {value.device}; it must be on the CPU.")
     return view
-
-
-def _equal(left: NDArray[Any], right: NDArray[Any]) -> bool:
-    return left.shape == right.shape and bool(np.logical_and.reduce(left == right))
-
-
-def _short(values: Any) -> str:
-    listed = np.asarray(values).tolist()
-    return str(listed) if len(listed) <= 12 else f"{str(listed[:12])[:-1]}, … {len(listed)} in all]"
 
 
 def slice_metadata(parent: M, plan: SplitPlan) -> tuple[M, M]:
@@ -163,11 +166,21 @@ def slice_metadata(parent: M, plan: SplitPlan) -> tuple[M, M]:
     Raises subclasses of :class:`~afd_plugin.errors.MetadataError`.
     """
     cls = type(parent)
-    rules = resolve_rules(cls)
-    _check_parent(parent, plan)
+    fields = _fields(cls)
     pieces = Pieces(plan)
-    first: dict[str, Any] = {}
-    second: dict[str, Any] = {}
-    for name, rule in rules:
-        first[name], second[name] = rule(name, getattr(parent, name), parent, pieces)
-    return cls(**first), cls(**second)
+    _check_parent(parent, pieces)
+    first: list[Any] = []
+    second: list[Any] = []
+    for name, rule, takes_none in fields.steps:
+        value = getattr(parent, name)
+        if value is None and not takes_none:
+            first.append(None)
+            second.append(None)
+            continue
+        one, two = rule(name, value, parent, pieces)
+        first.append(one)
+        second.append(two)
+    if fields.positional:
+        return cls(*first), cls(*second)
+    names = [name for name, _ in fields.rules]
+    return cls(**dict(zip(names, first, strict=True))), cls(**dict(zip(names, second, strict=True)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,7 +41,7 @@ class Unsplit:
     detail: str
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, init=False)
 class SplitPlan:
     """Two stages with at least one real token each.
 
@@ -53,6 +54,25 @@ class SplitPlan:
     alignment: int
     stages: tuple[Stage, Stage]
     cuts_request: bool
+
+    def __init__(
+        self,
+        batch: ScheduledBatch,
+        policy: PlanPolicy,
+        cut: int,
+        alignment: int,
+        stages: tuple[Stage, Stage],
+        cuts_request: bool,
+    ) -> None:
+        # At once: the generated method of a frozen class pays for each field.
+        self.__dict__.update(
+            batch=batch,
+            policy=policy,
+            cut=cut,
+            alignment=alignment,
+            stages=stages,
+            cuts_request=cuts_request,
+        )
 
     @property
     def imbalance(self) -> float:
@@ -82,9 +102,9 @@ class SplitPlan:
 
 
 def _plan(batch: ScheduledBatch, policy: PlanPolicy, cut: int, alignment: int) -> SplitPlan:
-    starts = batch.query_start_loc
-    first_after = int(starts.searchsorted(cut))  # requests that start before the cut
-    on_boundary = bool(starts[first_after] == cut)
+    starts = batch.starts_i32
+    first_after = bisect_left(starts.data, cut)  # requests that start before the cut
+    on_boundary = starts.item(first_after) == cut
     first_of_rest = first_after if on_boundary else first_after - 1
     rest = batch.num_tokens - cut
     return SplitPlan(
@@ -147,9 +167,13 @@ _CUTS: dict[Policy, tuple[PlanPolicy, Callable[[ScheduledBatch, int], int | None
 }
 
 
-def _check_whole(name: str, value: object, low: int) -> None:
+def _whole(name: str, value: object, low: int) -> int:
+    """``value`` as an int; raises :class:`PlanError`."""
+    if type(value) is int and value >= low:
+        return value
     if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < low:
         raise PlanError(f"{name} is {value!r}; it must be a whole number, {low} or more.")
+    return int(value)
 
 
 def plan_split(
@@ -167,10 +191,10 @@ def plan_split(
 
     Raises :class:`PlanError` for an unknown policy or numbers out of range.
     """
-    if policy not in _CUTS:
+    if policy not in POLICIES:
         raise PlanError(f"policy is {policy!r}; allowed: {', '.join(map(repr, POLICIES))}.")
-    _check_whole("alignment", alignment, 1)
-    _check_whole("min_tokens", min_tokens, 1)
+    alignment = _whole("alignment", alignment, 1)
+    min_tokens = _whole("min_tokens", min_tokens, 1)
     tokens = batch.num_tokens
     if batch.is_decode_only:
         return Unsplit(batch, "decode_only", f"all {batch.num_reqs} requests are decoding")
@@ -184,7 +208,7 @@ def plan_split(
     cut = cut_of(batch, alignment)
     if cut is None:
         return Unsplit(batch, reason, detail.format(tokens=tokens, alignment=alignment))
-    return _plan(batch, name, cut, int(alignment))
+    return _plan(batch, name, cut, alignment)
 
 
 def split_at(batch: ScheduledBatch, cut: int, alignment: int = 1) -> SplitPlan:
@@ -193,7 +217,7 @@ def split_at(batch: ScheduledBatch, cut: int, alignment: int = 1) -> SplitPlan:
     ``cut``: first token of stage 1, inside (0, num_tokens); it need not be a multiple of
     ``alignment``, to which stage buffers are padded.  Raises :class:`PlanError`.
     """
-    _check_whole("alignment", alignment, 1)
+    alignment = _whole("alignment", alignment, 1)
     if not isinstance(cut, int | np.integer) or isinstance(cut, bool):
         raise PlanError(f"cut is {cut!r}; it must be a whole number of tokens.")
     if not 0 < cut < batch.num_tokens:
@@ -201,4 +225,4 @@ def split_at(batch: ScheduledBatch, cut: int, alignment: int = 1) -> SplitPlan:
             f"cut is {cut}; it must lie inside (0, {batch.num_tokens}), "
             "so that both stages have a real token."
         )
-    return _plan(batch, "given", int(cut), int(alignment))
+    return _plan(batch, "given", int(cut), alignment)

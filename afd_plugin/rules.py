@@ -22,51 +22,78 @@ Pair = tuple[Any, Any]
 
 
 class Pieces:
-    """Integers of a plan that rules need, worked out once for all fields."""
+    """What rules need of a plan, worked out once for all fields.
 
-    __slots__ = ("cut", "lead", "max_query_len", "num_reqs", "num_tokens", "owed", "plan", "rest")
+    ``requests``, ``tokens``: the slices of both stages, as in the plan's stages.
+    ``cut``: first token of stage 1.  ``owed``: tokens that the cut request, last of stage 0,
+    leaves to stage 1.  ``max_query_len``: longest query piece of each stage.
+    """
+
+    __slots__ = (
+        "_views",
+        "cut",
+        "max_query_len",
+        "num_reqs",
+        "num_tokens",
+        "owed",
+        "plan",
+        "requests",
+        "tokens",
+    )
 
     def __init__(self, plan: SplitPlan) -> None:
         batch, (first, second) = plan.batch, plan.stages
-        starts, scheduled = batch.query_start_loc, batch.num_scheduled_tokens
         self.plan = plan
         self.cut = plan.cut
         self.num_tokens = batch.num_tokens
         self.num_reqs = batch.num_reqs
-        self.lead = first.request_slice.stop  # requests of stage 0
-        self.rest = second.request_slice.start  # first request of stage 1
-        # Tokens that the cut request, last of stage 0, still owes to stage 1.
-        self.owed = int(starts[self.lead]) - plan.cut
+        self.requests = first.request_slice, second.request_slice
+        self.tokens = first.token_slice, second.token_slice
+        starts, scheduled = batch.starts_i32, batch.scheduled_i32
+        lead, rest = first.request_slice.stop, second.request_slice.start
+        self.owed = starts.item(lead) - plan.cut
+        piece = starts.item(rest + 1) - plan.cut
         self.max_query_len = (
-            self._longest(scheduled[: self.lead], -1, plan.cut - int(starts[self.lead - 1])),
-            self._longest(scheduled[self.rest :], 0, int(starts[self.rest + 1]) - plan.cut),
+            longest_with_last_cut(scheduled[:lead], self.owed),
+            max(piece, largest(scheduled[rest + 1 :])) if rest + 1 < batch.num_reqs else piece,
         )
+        self._views: dict[int, NDArray[Any] | None] = {}
 
-    @staticmethod
-    def _longest(lengths: NDArray[np.int64], end: int, piece: int) -> int:
-        """Largest of ``lengths`` when the one at ``end`` (0 or -1) counts as ``piece``."""
-        others = lengths[1:] if end == 0 else lengths[:-1]
-        return max(piece, largest(others)) if others.size else piece
+    def view(self, value: Any) -> NDArray[Any] | None:
+        """:func:`on_cpu` of a field's value, made once for all rules that read the field."""
+        key = id(value)  # the parent keeps its values alive
+        if key not in self._views:
+            self._views[key] = on_cpu(value)
+        return self._views[key]
 
 
 def largest(values: NDArray[Any]) -> int:
-    """Maximum of a non-empty vector; a third of the call overhead of ``ndarray.max``."""
-    return int(np.maximum.reduce(values))
+    """Maximum of a non-empty vector, at half of the cost of ``values.max()``."""
+    maximum: int = values.item(values.argmax())
+    return maximum
+
+
+def longest_with_last_cut(lengths: NDArray[Any], owed: int) -> int:
+    """Largest of the non-empty ``lengths`` when the last one is shorter by ``owed``."""
+    last: int = lengths.item(-1) - owed
+    return max(last, largest(lengths[:-1])) if lengths.size > 1 else last
 
 
 def on_cpu(value: Any) -> NDArray[Any] | None:
     """The numpy view of a CPU tensor or array, ``None`` for a device tensor."""
     if isinstance(value, np.ndarray):
         return value
-    if value.device.type == "cpu":
+    if value.is_cpu:
         view: NDArray[Any] = value.numpy()
         return view
     return None
 
 
-def _like(value: Any, array: NDArray[Any]) -> Any:
-    """``array`` as the kind of thing that ``value`` is."""
-    return array if isinstance(value, np.ndarray) else torch.from_numpy(array)
+def _like(value: Any, first: NDArray[Any], second: NDArray[Any]) -> Pair:
+    """Two new arrays as the kind of thing that ``value`` is."""
+    if isinstance(value, np.ndarray):
+        return first, second
+    return torch.from_numpy(first), torch.from_numpy(second)
 
 
 class Rule(Protocol):
@@ -90,14 +117,63 @@ def per_request(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
     if value is None:
         return None, None
     _need(name, value, pieces.num_reqs, "requests")
-    return value[: pieces.lead], value[pieces.rest : pieces.num_reqs]
+    first, second = pieces.requests
+    return value[first], value[second]
 
 
 def per_request_if_array(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
     """A scalar holds for both stages; an array is cut by request."""
-    if value is None or isinstance(value, bool | int):
+    if value is None or isinstance(value, int):  # a bool is an int
         return value, value
     return per_request(name, value, parent, pieces)
+
+
+# ``metadata`` has compared these with the batch before any rule is asked.
+_COMPARED = ("query_start_loc_cpu", "seq_lens_cpu_upper_bound")
+
+
+def _equal(values: NDArray[Any], expected: NDArray[np.int32], raw: bytearray) -> bool:
+    """Whether both hold the same numbers; ``raw``: the bytes of ``expected``.
+
+    A bytearray compares with a buffer in place, which costs a fifth of comparing elements.
+    """
+    if values.dtype == expected.dtype and values.flags.c_contiguous:
+        return raw == values.data
+    return np.array_equal(values, expected)
+
+
+def match_offsets(offsets: NDArray[Any], pieces: Pieces) -> None:
+    """Refuse offsets of another step, and padding rows that are not empty."""
+    batch = pieces.plan.batch
+    extra = offsets[batch.num_reqs + 1 :]
+    if not _equal(offsets[: batch.num_reqs + 1], batch.starts_i32, batch.starts_raw) or (
+        extra.size and (extra != batch.num_tokens).any()
+    ):
+        raise MetadataMismatch(
+            f"query_start_loc {_short(offsets)} does not match the batch of the plan, "
+            f"{_short(batch.query_start_loc)}. Plan and metadata must describe the same step."
+        )
+
+
+def match_lengths(name: str, lens: NDArray[Any], pieces: Pieces) -> None:
+    """Refuse lengths of another step: exact for prefilling rows, maybe higher for decodes."""
+    batch = pieces.plan.batch
+    lens = lens[: batch.num_reqs]
+    if _equal(lens, batch.lens_i32, batch.lens_raw):
+        return
+    if (
+        lens.shape != batch.seq_lens.shape
+        or ((lens < batch.seq_lens) | (batch.is_prefilling & (lens != batch.seq_lens))).any()
+    ):
+        raise MetadataMismatch(
+            f"{name} {_short(lens)} does not match computed + scheduled "
+            f"tokens of the batch, {_short(batch.seq_lens)}."
+        )
+
+
+def _short(values: Any) -> str:
+    listed = np.asarray(values).tolist()
+    return str(listed) if len(listed) <= 12 else f"{str(listed[:12])[:-1]}, … {len(listed)} in all]"
 
 
 def sequence_lengths(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
@@ -107,33 +183,41 @@ def sequence_lengths(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair
     """
     if value is None:
         return None, None
-    _need(name, value, pieces.num_reqs, "requests")
-    view = on_cpu(value)
+    first, second = pieces.requests
+    view = pieces.view(value)
     if view is None:
-        first = value[: pieces.lead].clone()
-        second = value[pieces.rest : pieces.num_reqs].clone()
+        _need(name, value, pieces.num_reqs, "requests")
+        lead, rest = value[first].clone(), value[second].clone()
         if pieces.owed:
-            first[-1:] -= pieces.owed
-        return first, second
-    lead = view[: pieces.lead].copy()
-    lead[-1] -= pieces.owed
-    return _like(value, lead), _like(value, view[pieces.rest : pieces.num_reqs].copy())
+            lead[-1:] -= pieces.owed
+        return lead, rest
+    _need(name, view, pieces.num_reqs, "requests")
+    if name not in _COMPARED:
+        match_lengths(name, view, pieces)
+    shorter = view[first].copy()
+    if pieces.owed:
+        shorter[-1] = shorter.item(-1) - pieces.owed
+    return _like(value, shorter, view[second].copy())
 
 
 def query_offsets(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
     """[>= R + 1] offsets, rebased to each stage's first token; both results own their storage."""
     if value is None:
         return None, None
-    _need(name, value, pieces.num_reqs + 1, "offsets")
-    view = on_cpu(value)
+    first = slice(0, pieces.requests[0].stop + 1)
+    second = slice(pieces.requests[1].start, pieces.num_reqs + 1)
+    view = pieces.view(value)
     if view is None:
-        first = value[: pieces.lead + 1].clip(max=pieces.cut)
-        return first, (value[pieces.rest : pieces.num_reqs + 1] - pieces.cut).clip(min=0)
-    lead = view[: pieces.lead + 1].copy()
+        _need(name, value, pieces.num_reqs + 1, "offsets")
+        return value[first].clip(max=pieces.cut), (value[second] - pieces.cut).clip(min=0)
+    _need(name, view, pieces.num_reqs + 1, "offsets")
+    if name not in _COMPARED:
+        match_offsets(view, pieces)
+    lead = view[first].copy()
     lead[-1] = pieces.cut
-    rest = view[pieces.rest : pieces.num_reqs + 1] - pieces.cut
+    rest = view[second] - pieces.cut
     rest[0] = 0
-    return _like(value, lead), _like(value, rest)
+    return _like(value, lead, rest)
 
 
 def per_token(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
@@ -141,7 +225,8 @@ def per_token(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
     if value is None:
         return None, None
     _need(name, value, pieces.num_tokens, "tokens")
-    return value[: pieces.cut], value[pieces.cut : pieces.num_tokens]
+    first, second = pieces.tokens
+    return value[first], value[second]
 
 
 def positions(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
@@ -149,7 +234,10 @@ def positions(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
     if value is None:
         return None, None
     _need(name, value, pieces.num_tokens, "tokens", axis=-1)
-    return value[..., : pieces.cut], value[..., pieces.cut : pieces.num_tokens]
+    first, second = pieces.tokens
+    if value.ndim == 1:  # the same, without the cost of an index tuple
+        return value[first], value[second]
+    return value[..., first], value[..., second]
 
 
 def carried(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
@@ -164,7 +252,8 @@ def dropped(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
 
 def num_reqs(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
     """Requests with a token in the stage."""
-    return pieces.lead, pieces.num_reqs - pieces.rest
+    first, second = pieces.requests
+    return first.stop, second.stop - second.start
 
 
 def num_real_tokens(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
@@ -185,15 +274,17 @@ def max_seq_len(bound_field: str) -> Rule:
 
     def rule(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
         bounds = getattr(parent, bound_field)
-        batch = pieces.plan.batch
-        lens = None if bounds is None else on_cpu(bounds)
-        lens = batch.seq_lens if lens is None else lens[: batch.num_reqs]
-        lead = int(lens[pieces.lead - 1]) - pieces.owed
-        if pieces.lead > 1:
-            lead = max(lead, largest(lens[: pieces.lead - 1]))
-        return lead, largest(lens[pieces.rest :])
+        lens = None if bounds is None else pieces.view(bounds)
+        if lens is None:
+            lens = pieces.plan.batch.lens_i32
+        first, second = pieces.requests
+        return longest_with_last_cut(lens[first], pieces.owed), largest(lens[second])
 
     return rule
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
 
 
 @dataclass(frozen=True)
@@ -202,7 +293,7 @@ class refused:  # noqa: N801 - reads as a rule in the tables
 
     why: str
     remedy: str
-    unset: Callable[[Any], bool] = lambda value: value is None
+    unset: Callable[[Any], bool] = _is_none
 
     def __call__(self, name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
         if not self.unset(value):
@@ -210,3 +301,22 @@ class refused:  # noqa: N801 - reads as a rule in the tables
                 f"field {name} is set, but {self.why}; it must be unset. {self.remedy}"
             )
         return value, value
+
+
+_NONE_STAYS: tuple[Rule, ...] = (
+    per_request,
+    per_request_if_array,
+    sequence_lengths,
+    query_offsets,
+    per_token,
+    positions,
+    carried,
+    dropped,
+)
+
+
+def none_stays_none(rule: Rule) -> bool:
+    """Whether ``rule`` gives ``None`` to both stages for ``None``, so that it need not be asked."""
+    if isinstance(rule, refused):
+        return rule.unset is _is_none
+    return any(rule is known for known in _NONE_STAYS)
