@@ -153,16 +153,26 @@ def _swapped_merge(target: FaultTarget) -> AbstractContextManager[None]:
     return _patched(merge, "merge_stage_outputs", make)
 
 
-def _state_kept(target: FaultTarget) -> AbstractContextManager[None]:
+@contextmanager
+def _state_kept(target: FaultTarget) -> Generator[None, None, None]:
+    """Nothing is put back during the run; after it everything is, for the next one."""
+    kept: list[tuple[context.StateSlot, Any]] = []
+
     def make(replaced: Any) -> Any:
         @contextmanager
         def faulty(slot: context.StateSlot, value: Any) -> Generator[None, None, None]:
+            kept.append((slot, slot.get()))
             slot.set(value)
             yield
 
         return faulty
 
-    return _patched(context, "replaced", make)
+    try:
+        with _patched(context, "replaced", make):
+            yield
+    finally:
+        for slot, value in reversed(kept):
+            slot.set(value)
 
 
 def _hazard_ignored(target: FaultTarget) -> AbstractContextManager[None]:

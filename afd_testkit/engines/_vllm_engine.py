@@ -91,6 +91,7 @@ class ChildEngine:
         self._runs += 1
         self._configure_split(request.split)
         outputs: dict[str, Any] = {}
+        poisoned = self._probe.forget_stale_blocks(self._is_free)
         with self._fault(request.fault):
             started = time.perf_counter()
             names = self._submit(request.prompts)
@@ -114,8 +115,14 @@ class ChildEngine:
             for prompt in request.prompts
         )
         steps = self._with_evidence(seen.steps)
-        facts = {"run": self._runs, "step_seconds": seen.seconds}
+        facts = {"run": self._runs, "step_seconds": seen.seconds, "poisoned_blocks": poisoned}
         return RunResult(requests=results, steps=steps, seconds=seconds, facts=facts)
+
+    def _is_free(self, block: int) -> bool:
+        """Whether no request holds ``block`` and no prefix is cached in it."""
+        manager = self._engine.engine_core.engine_core.scheduler.kv_cache_manager
+        held = manager.block_pool.blocks[block]
+        return not held.is_null and held.ref_cnt == 0 and held.block_hash is None
 
     def _submit(self, prompts: tuple[Prompt, ...]) -> dict[str, str]:
         """Queue all prompts; external request id to prompt name."""

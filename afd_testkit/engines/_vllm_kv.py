@@ -7,6 +7,7 @@ every element carries its own number, and what lands where is the map.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from afd_testkit.engines.base import EngineError, FloatArray
 
 # Integers up to this are exact in bfloat16, the narrowest cache dtype read here.
 _DIGIT = 128
+# What blocks hold that no request has written: finite, since kernels may load what they then
+# mask, and so large that a read of it cannot be mistaken for rounding.
+POISON = 1024.0
 
 
 class KvReader:
@@ -36,6 +40,19 @@ class KvReader:
         Columns: keys of all KV heads, then values; or the latent row of MLA.
         """
         return tuple(self._read_layer(group, layer, row, tokens) for group, layer in self._layers)
+
+    def blocks_of(self, row: int) -> set[int]:
+        """Ids of the KV blocks that batch row ``row`` holds now, over all groups."""
+        held: set[int] = set()
+        for table in self._runner.input_batch.block_table.block_tables:
+            held.update(table.block_table.np[row, : int(table.num_blocks_per_row[row])].tolist())
+        return held
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Overwrite ``blocks`` in every layer, so that nothing right is left in them by chance."""
+        ids = torch.tensor(blocks, dtype=torch.int64)
+        for _, layer in self._layers:
+            layer.kv_cache.index_fill_(0, ids, POISON)
 
     def _attention_layers(self) -> list[tuple[int, Any]]:
         """(KV cache group, attention layer) in model order."""

@@ -128,6 +128,7 @@ class StepProbe:
         self._runner = runner
         self._kv = KvReader(runner)
         self._observed: Observation | None = None
+        self._touched: set[int] = set()  # blocks held by any row since they were last poisoned
         self._execute: Callable[..., Any] | None = None
 
     def install(self) -> None:
@@ -144,6 +145,18 @@ class StepProbe:
     def begin(self, names: Mapping[str, str]) -> None:
         """Observe the requests ``names`` (external request id to prompt name) from now on."""
         self._observed = Observation(names=dict(names))
+
+    def forget_stale_blocks(self, is_free: Callable[[int], bool]) -> int:
+        """Poison blocks of earlier runs that no request and no cached prefix uses; how many.
+
+        Prompts come again from run to run: a block that happened to hold the right rows
+        already would hide that a run never wrote them.
+        """
+        stale = sorted(block for block in self._touched if is_free(block))
+        if stale:
+            self._kv.poison(stale)
+        self._touched.difference_update(stale)
+        return len(stale)
 
     def end(self) -> Observation:
         """Stop observing; what was seen since :meth:`begin`."""
@@ -174,6 +187,7 @@ class StepProbe:
             )
         )
         for row in rows:
+            self._touched |= self._kv.blocks_of(row.index)
             if row.is_prefill:
                 seen = observed.requests.setdefault(row.name, _Seen())
                 self._collect(seen, row, state.hidden_states)

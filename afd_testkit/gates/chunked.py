@@ -60,6 +60,7 @@ def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResu
             baseline = session.baseline(subject, prompts)
             check.judging = True
             engine = session.split(subject, step_tokens=size)
+            engine.reset_prefix_cache()
             result = check.run(engine, salted(prompts, f"chunked-{number}"), split)
             check.facts["chunks"] = {r.name: list(r.chunks) for r in result.requests}
             check.facts["most_chunks"] = max(len(r.chunks) for r in result.requests)

@@ -60,7 +60,7 @@ class GateSession:
 
     ``start``: gives the running engine of a configuration.  ``user``: the user's prompts, which
     then take the place of the built-in workloads.  ``fault``: injected into every run under
-    test (never into a baseline).
+    test (never into a baseline).  ``rounds``: batches that the stability gate runs.
     """
 
     start: StartEngine
@@ -68,6 +68,7 @@ class GateSession:
     user: Sequence[UserPrompt] = ()
     progress: Callable[[str], None] = lambda line: None
     fault: str | None = None
+    rounds: int = 10
     baselines: dict[tuple[Subject, str], Baseline] = field(default_factory=dict)
 
     def config(self, subject: Subject, **options: Any) -> EngineConfig:

@@ -96,6 +96,7 @@ def run(
             baseline = session.baseline(subject, prompts)
             check.judging = True
             engine = session.split(subject)
+            engine.reset_prefix_cache()
             result = check.run(engine, salted(prompts, f"split-{case}-{number}"), split)
             check.facts["prompt_tokens"] = [len(prompt.token_ids) for prompt in prompts]
             check.facts["cached_tokens"] = sum(r.cached_tokens for r in result.requests)

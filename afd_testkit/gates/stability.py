@@ -25,7 +25,6 @@ from afd_testkit.gates.workloads import USER
 from afd_testkit.results import CheckResult, Comparison
 
 NAME = "stability"
-ROUNDS = 10
 _INTERLEAVED: Sequence[SplitSetting] = (
     SplitSetting("token", 1),
     SplitSetting("request", 1),
@@ -44,13 +43,13 @@ def cases(session: GateSession) -> list[str]:
 def _rounds(session: GateSession, subject: Subject) -> list[tuple[Prompt, ...]]:
     """Batches of prompts; the same lengths in every run, some prompts come again and again."""
     if session.user:
-        return [session.users(subject)] * ROUNDS
+        return [session.users(subject)] * session.rounds
     corpus = session.corpus(subject)
     random = np.random.default_rng(7)
     pool = corpus.prompts([int(n) for n in random.integers(1, 220, 14)], prefix="p", max_tokens=3)
     return [
         tuple(pool[i] for i in random.permutation(len(pool))[: int(random.integers(2, 8))])
-        for _ in range(ROUNDS)
+        for _ in range(session.rounds)
     ]
 
 

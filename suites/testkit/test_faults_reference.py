@@ -20,7 +20,9 @@ SUBJECT = Subject("reference", "reference", "float64")
 @pytest.fixture(scope="session")
 def reference_session(afd_engines: EnginePool) -> GateSession:
     return GateSession(
-        start=lambda config: afd_engines.get(config, "reference"), paragraphs=paragraphs()
+        start=lambda config: afd_engines.get(config, "reference"),
+        paragraphs=paragraphs(),
+        rounds=4,
     )
 
 
