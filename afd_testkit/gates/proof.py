@@ -11,7 +11,7 @@ from dataclasses import replace
 from afd_testkit.faults import FAULTS
 from afd_testkit.gates.catalog import GATES
 from afd_testkit.gates.session import GateSession, Subject
-from afd_testkit.results import CheckResult
+from afd_testkit.results import CheckResult, Outcome
 
 # The case of each gate in which its faults show; exceptions by (gate, fault).
 _CASE: Mapping[str, str] = {
@@ -31,13 +31,18 @@ def pairs() -> list[tuple[str, str]]:
     return sorted((gate, fault.name) for fault in FAULTS.values() for gate in fault.gates)
 
 
-def run_with_fault(
+def first_red(
     session: GateSession, subject: Subject, gate: str, fault: str
-) -> list[CheckResult]:
-    """Results of the gate's telling case with ``fault`` in every run under test.
+) -> tuple[CheckResult | None, list[CheckResult]]:
+    """The first failed check of the gate's telling case under ``fault``, and all up to it.
 
-    Baselines are shared with ``session`` and stay without fault.
+    ``None`` when every check stays green: the gate does not catch the fault.  Baselines are
+    shared with ``session`` and stay without fault.
     """
-    faulty = replace(session, fault=fault)
     case = _CASE_OF.get((gate, fault), _CASE[gate])
-    return list(GATES[gate].run(faulty, subject, case))
+    seen: list[CheckResult] = []
+    for result in GATES[gate].run(replace(session, fault=fault), subject, case):
+        seen.append(result)
+        if result.outcome is Outcome.FAILED:
+            return result, seen
+    return None, seen
