@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from afd_testkit.gates.proof import pairs, first_red
+from afd_testkit.gates.proof import first_red, pairs
 from afd_testkit.gates.session import GateSession, Subject
 from afd_testkit.models.texts import paragraphs
 from afd_testkit.pool import EnginePool
