@@ -23,10 +23,11 @@ class StepEvidence:
     """What one step realized; token counts are real tokens unless said otherwise.
 
     ``policy``: that of the plan, or ``"unsplit"``.  ``stage_tokens`` and
-    ``stage_input_tokens`` (rows of the buffers, padding included): one entry a stage that ran.
+    ``stage_input_tokens`` (rows of the buffers, padding included): one entry a stage that ran,
+    counted where the model was called.
     ``hazard``: the dependency that the first plan had; ``hazard_action``: ``"moved"`` or
     ``"unsplit"``.  ``reason``: why the step was not split.  ``completed``: whether the
-    forward pass returned.
+    step returned, after exactly the forward passes that were planned.
     """
 
     policy: str
@@ -56,17 +57,31 @@ class StepDecision:
     plan: SplitPlan | Unsplit
     hazard: KVHazard | None = None
 
-    def evidence(self, *, completed: bool) -> StepEvidence:
-        """The record of this step once it has run, or failed to."""
+    @property
+    def planned_rows(self) -> tuple[int, ...]:
+        """Rows (padding included) of each forward pass that the plan asks for."""
+        if isinstance(self.plan, Unsplit):
+            return (self.plan.batch.num_input_tokens,)
+        return tuple(stage.num_input_tokens for stage in self.plan.stages)
+
+    def evidence(self, *, forwards: Sequence[int], completed: bool) -> StepEvidence:
+        """The record of this step once it has run, or failed to.
+
+        ``forwards``: rows of each forward pass that returned, counted where the model was
+        called.  ``completed``: whether the step returned; it counts only if the passes are
+        those that were planned.
+        """
         plan, batch = self.plan, self.plan.batch
         hazard = None if self.hazard is None else str(self.hazard)
+        ran = tuple(int(rows) for rows in forwards)
+        completed = completed and ran == self.planned_rows
         if isinstance(plan, Unsplit):
             return StepEvidence(
                 policy="unsplit",
                 num_reqs=batch.num_reqs,
                 num_tokens=batch.num_tokens,
-                stage_tokens=(batch.num_tokens,),
-                stage_input_tokens=(batch.num_input_tokens,),
+                stage_tokens=(batch.num_tokens,) if ran else (),
+                stage_input_tokens=ran,
                 hazard=hazard,
                 hazard_action=None if hazard is None else "unsplit",
                 reason=plan.reason,
@@ -77,8 +92,8 @@ class StepDecision:
             policy=plan.policy,
             num_reqs=batch.num_reqs,
             num_tokens=batch.num_tokens,
-            stage_tokens=tuple(stage.num_tokens for stage in plan.stages),
-            stage_input_tokens=tuple(stage.num_input_tokens for stage in plan.stages),
+            stage_tokens=tuple(stage.num_tokens for stage in plan.stages[: len(ran)]),
+            stage_input_tokens=ran,
             cut=plan.cut,
             cuts_request=plan.cuts_request,
             imbalance=plan.imbalance,

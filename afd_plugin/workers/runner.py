@@ -36,6 +36,7 @@ class _Step:
 
     decision: StepDecision | None = None
     pairs: Mapping[str, StagePair] = field(default_factory=dict)
+    forwards: list[int] = field(default_factory=list)  # rows of each pass that returned
 
 
 class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
@@ -79,7 +80,7 @@ class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
                 completed = True
             finally:
                 if step.decision is not None:
-                    evidence = step.decision.evidence(completed=completed)
+                    evidence = step.decision.evidence(forwards=step.forwards, completed=completed)
                     self._afd_evidence.append(evidence.as_dict())
         return output
 
@@ -143,22 +144,29 @@ class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
     ) -> Any:
         """The model once, or once a stage."""
         step = self._afd_step
-        forward = super()._model_forward
-        if step is None or step.decision is None or not isinstance(step.decision.plan, SplitPlan):
-            return forward(
-                input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs
-            )
+        whole = super()._model_forward
+        if step is None or step.decision is None:
+            return whole(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
+
+        def forward(**inputs: Any) -> Any:
+            output = whole(**inputs)
+            step.forwards.append(inputs["positions"].shape[-1])
+            return output
+
+        inputs = {"input_ids": input_ids, "positions": positions, "inputs_embeds": inputs_embeds}
+        plan = step.decision.plan
+        if not isinstance(plan, SplitPlan):
+            return forward(intermediate_tensors=intermediate_tensors, **inputs, **model_kwargs)
         if intermediate_tensors is not None or model_kwargs:
             raise StageTensorError(
                 "the model takes intermediate_tensors or extra arguments "
                 f"({', '.join(model_kwargs) or 'none'}); neither is known to split by token."
             )
-        plan = step.decision.plan
         parent = get_forward_context()
         return pipeline.run_stages(
             plan,
-            {"input_ids": input_ids, "positions": positions, "inputs_embeds": inputs_embeds},
-            forward=lambda stage, inputs: forward(**inputs),
+            inputs,
+            forward=lambda stage, values: forward(**values),
             scopes=lambda stage: [
                 stage_forward_context(parent, step.pairs, plan.stages[stage], stage)
             ],

@@ -93,12 +93,14 @@ class StockRunner:
         self.cache = cache
         self.table_width = table_width
         self.attention: PagedAttention | None = None  # before the first step
+        self.forwards: list[int] = []  # rows of each forward pass of the step
 
     def execute(self, step: Step) -> StepOutput:
         """Compute the step and fill its KV slots; its fresh blocks are scrubbed first."""
         self.cache.scrub(step.new_blocks)
         inputs = build_inputs(step, block_size=self.cache.block_size, table_width=self.table_width)
         self.attention = PagedAttention(inputs.metadata, self.cache)
+        self.forwards.clear()
         hidden, evidence = self.compute(step, inputs)
         return StepOutput(hidden, self._last_rows(len(step.rows)), evidence)
 
@@ -111,6 +113,7 @@ class StockRunner:
     ) -> torch.Tensor:
         """Layers and final norm over embedded rows [n, H], under the attention in force."""
         normed: torch.Tensor = self.model(positions, hidden_states, residual, self.attention)
+        self.forwards.append(positions.shape[-1])
         return normed
 
     def _last_rows(self, num_rows: int) -> list[int]:
@@ -165,7 +168,8 @@ class AFDRunner(StockRunner):
             hidden = self._stages(decided.plan, inputs)
         else:
             hidden, _ = super().compute(step, inputs)
-        return hidden, decided.evidence(completed=True).as_dict()
+        evidence = decided.evidence(forwards=self.forwards, completed=True)
+        return hidden, evidence.as_dict()
 
     def _stages(self, plan: SplitPlan, inputs: StepInputs) -> torch.Tensor:
         pieces = metadata.slice_metadata(inputs.metadata, plan)

@@ -36,7 +36,11 @@ def test_off_means_unsplit_whatever_the_arrays() -> None:
 
 def test_off_record() -> None:
     batch = ScheduledBatch([2, 4], [4, 0], num_input_tokens=8)
-    record = decide_step(batch, AFDConfig(), []).evidence(completed=True).as_dict()
+    record = (
+        decide_step(batch, AFDConfig(), [])
+        .evidence(forwards=[batch.num_input_tokens], completed=True)
+        .as_dict()
+    )
     assert record == {
         "policy": "unsplit",
         "num_reqs": 2,
@@ -59,7 +63,7 @@ def test_split_record() -> None:
     batch = ScheduledBatch([1, 104], num_input_tokens=112)
     decision = decide_step(batch, config(async_moe_split="token", async_moe_token_alignment=8), [])
     assert isinstance(decision.plan, SplitPlan)
-    record = decision.evidence(completed=False).as_dict()
+    record = decision.evidence(forwards=decision.planned_rows, completed=False).as_dict()
     assert record == {
         "policy": "token_balanced_tp",
         "num_reqs": 2,
@@ -102,7 +106,7 @@ def test_a_moved_cut_is_recorded_with_its_hazard() -> None:
     assert decision.plan.cut == 6
     assert decision.hazard is not None
     assert (decision.hazard.reader, decision.hazard.writer_token) == (0, 4)
-    record = decision.evidence(completed=True)
+    record = decision.evidence(forwards=decision.planned_rows, completed=True)
     assert record.hazard_action == "moved"
     assert record.hazard == str(decision.hazard)
     assert record.stage_tokens == (6, 2)
@@ -113,7 +117,7 @@ def test_no_safe_cut_is_recorded_with_its_hazard() -> None:
     decision = decide_step(STEP, TOKEN, [READER_FIRST])
     assert isinstance(decision.plan, Unsplit)
     assert decision.plan.reason == "kv_hazard"
-    record = decision.evidence(completed=True)
+    record = decision.evidence(forwards=decision.planned_rows, completed=True)
     assert record.hazard_action == "unsplit"
     assert record.hazard is not None
     assert record.hazard in str(record.detail)
@@ -137,11 +141,16 @@ def test_f1_the_step_is_never_run_as_first_planned() -> None:
 
     moved = decide([0, 1, 2], async_moe_split="token")
     assert moved.plan.cut == 706
-    assert moved.evidence(completed=True).hazard_action == "moved"
-    assert "request 0 reads position 335" in moved.evidence(completed=True).hazard
+    assert moved.evidence(forwards=moved.planned_rows, completed=True).hazard_action == "moved"
+    assert (
+        "request 0 reads position 335"
+        in moved.evidence(forwards=moved.planned_rows, completed=True).hazard
+    )
     unsplit = decide([0, 1, 2], async_moe_split="request")
     assert unsplit.plan.reason == "kv_hazard"
-    assert unsplit.evidence(completed=True).hazard_action == "unsplit"
+    assert (
+        unsplit.evidence(forwards=unsplit.planned_rows, completed=True).hazard_action == "unsplit"
+    )
     aligned = decide([0, 1, 2], async_moe_split="token", async_moe_token_alignment=64)
     # Only 706 … 737 are safe, and no multiple of 64 is among them.
     assert aligned.plan.reason == "kv_hazard"
@@ -172,7 +181,7 @@ def test_whatever_is_decided_is_safe_and_says_so(
         config(async_moe_split=policy, async_moe_token_alignment=alignment),
         [group],
     )
-    record = decision.evidence(completed=completed).as_dict()
+    record = decision.evidence(forwards=decision.planned_rows, completed=completed).as_dict()
     assert json.loads(json.dumps(record))["completed"] is completed
     assert sum(record["stage_tokens"]) == record["num_tokens"] == paged.batch.num_tokens
     assert (record["hazard"] is None) == (record["hazard_action"] is None)
@@ -185,3 +194,24 @@ def test_whatever_is_decided_is_safe_and_says_so(
         assert record["stage_tokens"] == (paged.batch.num_tokens,)
         assert record["reason"] == decision.plan.reason
         assert (record["hazard_action"] == "unsplit") == (record["reason"] == "kv_hazard")
+
+
+def test_evidence_counts_the_forward_passes_that_returned() -> None:
+    batch = ScheduledBatch([9])
+    config = AFDConfig(
+        async_moe_ubatching=True, async_moe_split="token", async_moe_token_alignment=4
+    )
+    decision = decide_step(batch, config, [])
+    assert decision.planned_rows == (4, 8)
+
+    whole = decision.evidence(forwards=[4, 8], completed=True)
+    assert (whole.stage_tokens, whole.stage_input_tokens) == ((4, 5), (4, 8))
+    assert whole.completed
+
+    half = decision.evidence(forwards=[4], completed=False)
+    assert (half.stage_tokens, half.stage_input_tokens) == ((4,), (4,))
+
+    # A runner that ran the step whole although a split was planned has not completed it.
+    unsplit = decision.evidence(forwards=[9], completed=True)
+    assert unsplit.stage_input_tokens == (9,)
+    assert not unsplit.completed
