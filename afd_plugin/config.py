@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
-from afd_plugin.errors import OptionTypeError, OptionValueError, UnknownOption
+from afd_plugin.errors import OptionTypeError, OptionValueError, TooManyUbatches, UnknownOption
 
 Policy = Literal["request", "token"]
 POLICIES: tuple[Policy, ...] = ("request", "token")
@@ -52,8 +52,12 @@ class AFDConfig:
                     f"({type(value).__name__}); it must be {_NOUN[kind]}, "
                     f"for example {option.default!r}."
                 )
+        stages = self.async_moe_num_ubatches
         self._check(
-            "async_moe_num_ubatches", self.async_moe_num_ubatches == 2, "2 (exactly two stages)"
+            "async_moe_num_ubatches",
+            stages == 2,
+            "2 (exactly two stages)",
+            TooManyUbatches if stages > 2 else OptionValueError,
         )
         self._check("async_moe_split", self.async_moe_split in POLICIES, "'request' or 'token'")
         self._check(
@@ -67,9 +71,15 @@ class AFDConfig:
             "2 to 2147483647 tokens (one token cannot be split)",
         )
 
-    def _check(self, name: str, ok: bool, allowed: str) -> None:
+    def _check(
+        self,
+        name: str,
+        ok: bool,
+        allowed: str,
+        refusal: type[OptionValueError] = OptionValueError,
+    ) -> None:
         if not ok:
-            raise OptionValueError(
+            raise refusal(
                 f'additional_config["afd"]["{name}"] is {getattr(self, name)!r}; '
                 f"allowed: {allowed}. Set an allowed value or leave the option out."
             )

@@ -7,6 +7,7 @@
     │   ├── UnknownOption
     │   ├── OptionTypeError
     │   └── OptionValueError
+    │       └── TooManyUbatches
     ├── BatchError (ValueError)           the scheduled batch contradicts itself
     ├── PlanError (ValueError)            a policy, alignment or cut that cannot be
     ├── KVLayoutError (ValueError)        block tables or slot mapping do not fit the batch
@@ -22,7 +23,7 @@
     └── UnsupportedSetup                  refused at start-up, one class a reason
         ├── PrefillContextParallel      ├── EncoderDecoder
         ├── DecodeContextParallel       ├── AttentionBackendUnsupported
-        ├── SpeculativeDecoding         ├── TooManyUbatches
+        ├── SpeculativeDecoding         ├── AttentionSideGate
         ├── CapturedGraph               ├── TensorParallel
         ├── CompiledModel               ├── DataParallel
         ├── NativeDualBatchOverlap      ├── PipelineParallel
@@ -30,7 +31,7 @@
         ├── MultimodalPrefixLM          ├── LoRAAdapters
         ├── KVConnector                 ├── ExpertLoadBalancing
         ├── SharedKVFastPrefill         ├── PoolingRunner
-        ├── RecurrentState              └── AttentionSideGate
+        └── RecurrentState
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ class OptionTypeError(ConfigError):
 
 class OptionValueError(ConfigError):
     """A value of the right type that is not allowed."""
+
+
+class TooManyUbatches(OptionValueError):
+    """More than two stages are asked for; exactly two are planned."""
 
 
 class BatchError(AfdError, ValueError):
@@ -212,14 +217,6 @@ class AttentionBackendUnsupported(UnsupportedSetup):
         "With CPU_MLA set VLLM_MLA_DISABLE=1, or run bfloat16 on a CPU with AMX tiles; "
         f"otherwise choose an allowed backend. {_OFF}"
     )
-
-
-class TooManyUbatches(UnsupportedSetup):
-    """Exactly two stages are planned."""
-
-    setting = "async_moe_num_ubatches"
-    allowed = "2"
-    remedy = "Set additional_config['afd']['async_moe_num_ubatches'] to 2."
 
 
 class TensorParallel(UnsupportedSetup):

@@ -29,13 +29,17 @@ TOKEN_AXIS: Mapping[str, tuple[int, tuple[int, ...]]] = {
 StageInputs = dict[str, Any]
 
 
-def token_axis(name: str, tensor: Any) -> int:
-    """The declared token axis of input ``name``; checks that ``tensor`` can have it."""
+def _check_known(name: str) -> None:
     if name not in TOKEN_AXIS:
         raise StageTensorError(
             f"{name} is no known stage input; known: {', '.join(TOKEN_AXIS)}. "
             "Declare its token axis in TOKEN_AXIS before it is split."
         )
+
+
+def token_axis(name: str, tensor: Any) -> int:
+    """The declared token axis of input ``name``; checks that ``tensor`` can have it."""
+    _check_known(name)
     axis, ranks = TOKEN_AXIS[name]
     is_tensor = isinstance(tensor, torch.Tensor)
     if not is_tensor or tensor.ndim not in ranks:
@@ -76,6 +80,7 @@ def slice_stage_inputs(plan: SplitPlan, **inputs: Any) -> tuple[StageInputs, Sta
     stages: tuple[StageInputs, StageInputs] = ({}, {})
     for name, tensor in inputs.items():
         if tensor is None:
+            _check_known(name)
             stages[0][name] = stages[1][name] = None
             continue
         axis = token_axis(name, tensor)

@@ -68,12 +68,13 @@ def _off(value: object) -> bool:
 
 
 def _chunked_context(value: object) -> bool:
-    return isinstance(value, tuple) and set(value) <= set(CHUNKED_CONTEXT_BACKENDS)
+    return (
+        isinstance(value, tuple) and {*value} != set() and {*value} <= {*CHUNKED_CONTEXT_BACKENDS}
+    )
 
 
 # In the order in which they are judged.
 _EVERY_SPLIT = (
-    _Check(e.TooManyUbatches, lambda s, c: c.async_moe_num_ubatches, lambda v: v == 2),
     _Check(e.AttentionSideGate, lambda s, c: c.compute_gate_on_attention, _off),
     _Check(e.PrefillContextParallel, lambda s, c: s.prefill_context_parallel_size, _one),
     _Check(e.DecodeContextParallel, lambda s, c: s.decode_context_parallel_size, _one),

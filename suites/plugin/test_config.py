@@ -10,7 +10,13 @@ import numpy as np
 import pytest
 
 from afd_plugin import AFDConfig, AfdError
-from afd_plugin.errors import ConfigError, OptionTypeError, OptionValueError, UnknownOption
+from afd_plugin.errors import (
+    ConfigError,
+    OptionTypeError,
+    OptionValueError,
+    TooManyUbatches,
+    UnknownOption,
+)
 
 pytestmark = pytest.mark.cpu
 
@@ -157,3 +163,12 @@ def test_options_that_are_no_mapping(options: Any) -> None:
 def test_additional_config_that_is_no_mapping(config: Any) -> None:
     with pytest.raises(OptionTypeError, match=r"additional_config is .*'afd' entry"):
         AFDConfig.from_additional_config(config)
+
+
+@pytest.mark.parametrize(("stages", "kind"), [(3, TooManyUbatches), (1, OptionValueError)])
+def test_more_than_two_stages_has_a_class_of_its_own(
+    stages: int, kind: type[OptionValueError]
+) -> None:
+    with pytest.raises(OptionValueError) as caught:
+        AFDConfig(async_moe_num_ubatches=stages)
+    assert type(caught.value) is kind

@@ -185,3 +185,8 @@ def test_nothing_is_guessed_from_sizes() -> None:
     first, _ = slice_stage_inputs(PLAN, hidden_states=square, positions=square)
     assert tuple(first["hidden_states"].shape) == (5, 7)
     assert tuple(first["positions"].shape) == (7, 5)
+
+
+def test_an_unknown_name_is_refused_even_when_absent() -> None:
+    with pytest.raises(StageTensorError, match="intermediate_tensors is no known stage input"):
+        slice_stage_inputs(PLAN, intermediate_tensors=None)

@@ -143,20 +143,15 @@ def test_a_gate_on_the_attention_side() -> None:
             helpful(error, True)
 
 
-def test_more_than_two_stages() -> None:
-    config = dataclasses.replace(TOKEN)
-    # The option itself refuses other counts; a configuration built around it is refused too.
-    object.__setattr__(config, "async_moe_num_ubatches", 3)
-    error = refusal(GOOD, config)
-    assert type(error) is errors.TooManyUbatches
-    helpful(error, 3)
+def test_no_known_backend_is_refused_too() -> None:
+    error = refusal(with_(attention_backends=()), TOKEN)
+    assert type(error) is errors.AttentionBackendUnsupported
 
 
 def test_every_refusal_is_reached_above() -> None:
     reached = {kind for kind, _, _ in FACTS} | {
         errors.AttentionBackendUnsupported,
         errors.AttentionSideGate,
-        errors.TooManyUbatches,
     }
     assert reached == set(UnsupportedSetup.__subclasses__())
 

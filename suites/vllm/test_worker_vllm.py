@@ -395,9 +395,12 @@ def test_error_in_a_stage(inside: dict[str, Any], where: str, stage: int) -> Non
     (record,) = found["evidence"]
     assert record["completed"] is False
     assert (record["policy"], record["cut"]) == ("token_balanced_tp", 110)
+    # Only what ran: metadata is built before both stages, layers run in theirs.
+    assert record["stage_tokens"] == ([110] if (where, stage) == ("layer", 1) else [])
     assert found["same_again"]
     (again,) = found["evidence_again"]
-    assert again == {**record, "completed": True}
+    ran = {"stage_tokens": [110, 110], "stage_input_tokens": [110, 110]}
+    assert again == {**record, **ran, "completed": True}
 
 
 def test_options_that_are_refused_change_nothing(inside: dict[str, Any]) -> None:
@@ -405,7 +408,7 @@ def test_options_that_are_refused_change_nothing(inside: dict[str, Any]) -> None
     assert {name: case["error"] for name, case in found.items()} == {
         "unknown": "UnknownOption",
         "type": "OptionTypeError",
-        "value": "OptionValueError",
+        "value": "TooManyUbatches",
         "refused": "AttentionSideGate",
         "no mapping": "OptionTypeError",
     }
