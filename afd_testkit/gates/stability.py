@@ -27,8 +27,8 @@ from afd_testkit.results import CheckResult, Comparison
 NAME = "stability"
 _INTERLEAVED: Sequence[SplitSetting] = (
     SplitSetting("token", 1),
-    SplitSetting("request", 1),
     SplitSetting("token", 8),
+    SplitSetting("request", 1),
     SplitSetting("off"),
     SplitSetting("token", 2),
 )

@@ -81,21 +81,16 @@ def gate_session(
 
 
 def repeat_command(request: pytest.FixtureRequest, settings: Settings) -> str:
-    """The one command that runs this very test again."""
-    words = [
-        "pytest",
-        "-p",
-        "no:randomly",
-        "--pyargs",
-        "afd_testkit.gates",
-        "-k",
-        request.node.callspec.id,
-    ]
-    words += ["--afd-engine", settings.engine or DEFAULT_ENGINE]
-    for model in settings.models:
-        words += ["--afd-model", model]
+    """The one command that runs this very test again.
+
+    Values are joined to their options: pytest looks for its root folder among loose paths.
+    """
+    words = ["pytest", "-p", "no:randomly", "--pyargs", "afd_testkit.gates"]
+    words += ["-k", request.node.callspec.id]
+    words.append(f"--afd-engine={settings.engine or DEFAULT_ENGINE}")
+    words += [f"--afd-model={model}" for model in settings.models]
     if settings.prompts is not None:
-        words += ["--afd-prompts", str(settings.prompts)]
+        words.append(f"--afd-prompts={settings.prompts}")
     return shlex.join(words)
 
 
