@@ -135,10 +135,11 @@ _COMPARED = ("query_start_loc_cpu", "seq_lens_cpu_upper_bound")
 def _equal(values: NDArray[Any], expected: NDArray[np.int32], raw: bytearray) -> bool:
     """Whether both hold the same numbers; ``raw``: the bytes of ``expected``.
 
-    A bytearray compares with a buffer in place, which costs a fifth of comparing elements.
+    A bytearray compares with a buffer in place, which costs a fifth of comparing elements;
+    it differs from a strided one, whatever that holds.
     """
-    if values.dtype == expected.dtype and values.flags.c_contiguous:
-        return raw == values.data
+    if values.dtype == expected.dtype and raw == values.data:
+        return True
     return np.array_equal(values, expected)
 
 
@@ -215,7 +216,7 @@ def query_offsets(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
         match_offsets(view, pieces)
     lead = view[first].copy()
     lead[-1] = pieces.cut
-    rest = view[second] - pieces.cut
+    rest = view[second] + -pieces.cut  # the batch has just added too: its code is still cached
     rest[0] = 0
     return _like(value, lead, rest)
 
