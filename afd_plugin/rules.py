@@ -216,7 +216,7 @@ def query_offsets(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
         match_offsets(view, pieces)
     lead = view[first].copy()
     lead[-1] = pieces.cut
-    rest = view[second] + -pieces.cut  # the batch has just added too: its code is still cached
+    rest = view[second] - pieces.cut
     rest[0] = 0
     return _like(value, lead, rest)
 
