@@ -49,7 +49,7 @@ class Upstream(NamedTuple):
 
 
 def load_upstream() -> Upstream:
-    """Import it by name.  Raises :class:`UpstreamMissing`, also for another version."""
+    """Import it now, not before.  Raises :class:`UpstreamMissing`, also for another version."""
     try:
         installed = vllm_version()
     except UpstreamDrift as error:
@@ -57,14 +57,13 @@ def load_upstream() -> Upstream:
     if installed != PINNED:
         raise UpstreamMissing(f"vLLM {installed} is installed, not {PINNED}; {_REMEDY}.")
     try:
-        backend = import_module("vllm.v1.attention.backend")
-        ubatch = import_module("vllm.v1.worker.ubatch_utils")
+        upstream = import_module("afd_testkit.engines._vllm_upstream")
     except (ImportError, OSError) as error:
         raise UpstreamMissing(f"vLLM {PINNED} does not import ({error}); {_REMEDY}.") from error
     return Upstream(
-        backend.CommonAttentionMetadata,
-        ubatch.maybe_create_ubatch_slices,
-        ubatch.split_attn_metadata,
+        upstream.CommonAttentionMetadata,
+        upstream.maybe_create_ubatch_slices,
+        upstream.split_attn_metadata,
     )
 
 
