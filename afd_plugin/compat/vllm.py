@@ -16,12 +16,10 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
-from afd_plugin.compat.known import vllm_version
+from afd_plugin.compat.known import PINNED_VLLM, vllm_version
 from afd_plugin.errors import UpstreamDrift
 from afd_plugin.metadata import resolve_rules
 from afd_plugin.validation import Setup
-
-PINNED = ("0.32.0",)
 
 # Parameters of everything that is overridden, wrapped or called by keyword; by name, so that
 # what another plugin put in place of a method is judged too.
@@ -103,10 +101,10 @@ def check_drift() -> None:
     ``MissingFieldRule`` / ``StaleFieldRule`` for attention metadata.
     """
     installed = vllm_version()
-    if installed not in PINNED:
+    if installed != PINNED_VLLM:
         raise UpstreamDrift(
-            f"vLLM {installed} is installed; the split is written against {', '.join(PINNED)}. "
-            "Install a pinned version."
+            f"vLLM {installed} is installed; the split is written against {PINNED_VLLM}. "
+            "Install that version."
         )
     for (owner, name), pinned in _SIGNATURES.items():
         if not hasattr(owner, name):
