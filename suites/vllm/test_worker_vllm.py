@@ -403,6 +403,16 @@ def test_error_in_a_stage(inside: dict[str, Any], where: str, stage: int) -> Non
     assert again == {**record, **ran, "completed": True}
 
 
+def test_error_after_both_stages(inside: dict[str, Any]) -> None:
+    """Both ran, and the step did not complete."""
+    found = inside["head"]
+    (record,) = found["evidence"]
+    assert (found["error"], record["stage_tokens"]) == ("head", [110, 110])
+    assert record["completed"] is False
+    assert all(found["state"].values()), found["state"]
+    assert found["same_again"]
+
+
 def test_options_that_are_refused_change_nothing(inside: dict[str, Any]) -> None:
     found = inside["bad_options"]
     assert {name: case["error"] for name, case in found.items()} == {

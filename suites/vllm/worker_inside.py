@@ -118,6 +118,19 @@ class Inside:
         finally:
             del builder.build
 
+    @contextmanager
+    def failing_head(self) -> Iterator[None]:
+        """The model's head raises, when both stages have returned."""
+
+        def compute_logits(hidden_states: Any) -> None:
+            raise StageFailed("head")
+
+        self.runner.model.compute_logits = compute_logits
+        try:
+            yield
+        finally:
+            del self.runner.model.compute_logits
+
     @staticmethod
     def same(one: RunResult, other: RunResult) -> bool:
         """Equal to the last bit: log-probabilities, hidden states, KV rows, tokens."""
@@ -199,6 +212,7 @@ class Inside:
             "state_after_success": self.state(),
             "look": self.look(),
             "bad_options": self.bad_options(),
+            "head": self.failure(self.failing_head),
         }
         for stage in (0, 1):
             found[f"layer {stage}"] = self.failure(lambda s=stage: self.failing_layer(s))
