@@ -64,6 +64,15 @@ class StepDecision:
             return (self.plan.batch.num_input_tokens,)
         return tuple(stage.num_input_tokens for stage in self.plan.stages)
 
+    def _as_planned(self, ran: tuple[int, ...]) -> bool:
+        """Whether those passes ran that were planned.
+
+        Of a whole step the engine alone decides the padding, after the plan was made.
+        """
+        if isinstance(self.plan, Unsplit):
+            return len(ran) == 1 and ran[0] >= self.plan.batch.num_tokens
+        return ran == self.planned_rows
+
     def evidence(self, *, forwards: Sequence[int], completed: bool) -> StepEvidence:
         """The record of this step once it has run, or failed to.
 
@@ -74,7 +83,7 @@ class StepDecision:
         plan, batch = self.plan, self.plan.batch
         hazard = None if self.hazard is None else str(self.hazard)
         ran = tuple(int(rows) for rows in forwards)
-        completed = completed and ran == self.planned_rows
+        completed = completed and self._as_planned(ran)
         if isinstance(plan, Unsplit):
             return StepEvidence(
                 policy="unsplit",

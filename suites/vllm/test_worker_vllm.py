@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from afd_plugin import ScheduledBatch, SplitPlan, plan_split, split_at
+from afd_plugin import AFDConfig, ScheduledBatch, SplitPlan, plan_split, split_at
+from afd_plugin.decision import decide_step
 from afd_plugin.errors import UpstreamDrift
 from afd_testkit.engines._vllm_child import ChildStart
 from afd_testkit.engines.base import EngineConfig, Prompt, RunResult, SplitSetting, StepRecord
@@ -212,6 +213,16 @@ def test_step_left_whole(stock: VllmCpuEngine, afd: VllmCpuEngine, reason: str) 
     assert record["detail"]
     assert record["completed"]
     assert_close(result, run(stock, prompts))
+
+
+def test_whole_step_that_the_engine_pads_is_complete() -> None:
+    """The batch knows real tokens only: padding for ranks or graphs comes later."""
+    decision = decide_step(ScheduledBatch([9]), AFDConfig(), [])
+    padded = decision.evidence(forwards=[16], completed=True)
+    assert padded.completed
+    assert (padded.stage_tokens, padded.stage_input_tokens) == ((9,), (16,))
+    for wrong in ([], [8], [16, 16]):
+        assert not decision.evidence(forwards=wrong, completed=True).completed
 
 
 def test_decode_steps_are_left_whole(stock: VllmCpuEngine, afd: VllmCpuEngine) -> None:
