@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from afd_plugin.compat.known import check_vllm_version
+
 _done = False
 
 
@@ -15,6 +17,8 @@ def register() -> None:
     global _done
     if _done:
         return
+    # First, so that another release is named before its modules fail to import.
+    check_vllm_version()
     from afd_plugin.compat.vllm import check_drift
 
     check_drift()

