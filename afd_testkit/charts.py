@@ -73,14 +73,24 @@ def _rect(x: float, width: float, name: str) -> Markup:
 
 def profile_words(profile: Profile) -> str:
     """A profile in words: what is drawn, its extremes, the limit and the cut."""
+    limit = f"limit {number(profile.limit)}"
+    if is_flat(profile):
+        return (
+            f"{printable(profile.quantity)}: every difference is exactly 0; "
+            f"largest noise {_peak(profile.noise)}, {limit}"
+        )
     cut = "" if profile.cut is None else f"; stage 1 begins at {profile.cut:.0%} of the axis"
     odd = sum(not isfinite(value) for value in profile.difference)
     return (
         f"{printable(profile.quantity)} by position: "
         f"largest difference {_peak(profile.difference)}, largest noise {_peak(profile.noise)}, "
-        f"limit {number(profile.limit)}"
-        f"{f'; {odd} positions not finite' if odd else ''}{cut}"
+        f"{limit}{f'; {odd} positions not finite' if odd else ''}{cut}"
     )
+
+
+def is_flat(profile: Profile) -> bool:
+    """Whether every difference is exactly 0, so that there is nothing to draw."""
+    return not any(profile.difference)
 
 
 def _peak(values: Sequence[float]) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from afd_testkit.results import CheckResult, Comparison, Outcome, Worst
-from afd_testkit.summary import severity
+from afd_testkit.results import CheckResult, Comparison, Outcome
+from afd_testkit.summary import NO_ENGINE, severity
 
 _MOST_COMPARISONS = 4
 
@@ -43,27 +43,34 @@ def printable(text: str) -> str:
 
 def title(check: CheckResult) -> str:
     """Which check: gate, model and dtype, engine, case, variant."""
-    parts = (check.gate, f"{check.model} {check.dtype}", check.engine, check.case, check.variant)
+    engine = "" if check.engine == NO_ENGINE else check.engine
+    parts = (check.gate, f"{check.model} {check.dtype}", engine, check.case, check.variant)
     return printable(" · ".join(part.strip() for part in parts if part.strip()))
 
 
 def what(comparison: Comparison) -> str:
     """What a comparison found, in one clause."""
+    limit = f"limit {number(comparison.limit)}"
+    if comparison.quantity == "greedy" and not comparison.ok:
+        return f"greedy token differs, expected to lead by {number(comparison.max_diff)}, {limit}"
     verb = "differs by" if not comparison.ok else "agrees within"
-    return (
-        f"{comparison.quantity} {verb} {number(comparison.max_diff)}, "
-        f"limit {number(comparison.limit)}"
-    )
+    return f"{comparison.quantity} {verb} {number(comparison.max_diff)}, {limit}"
 
 
-def place(worst: Worst) -> str:
-    """Where: request, token, stage and index."""
-    stage = "its step was not split" if worst.stage is None else f"stage {worst.stage}"
-    return f"request {worst.request!r}, token {worst.token}, {stage}, index {worst.index}"
+def place(comparison: Comparison) -> str:
+    """Where it went furthest: request, token, stage and index; empty where that is not known."""
+    worst = comparison.worst
+    if worst is None:
+        return ""
+    token = f"request {worst.request!r}, token {worst.token}"
+    if comparison.quantity == "greedy":  # sampled after the whole step, from one row
+        return token
+    stage = "in an unsplit step" if worst.stage is None else f"stage {worst.stage}"
+    return f"{token}, {stage}, index {worst.index}"
 
 
 def failing(check: CheckResult) -> list[Comparison]:
-    """The comparisons that are not ok, the furthest over its limit first."""
+    """The comparisons that are not ok, in the order of :func:`severity`."""
     return sorted((c for c in check.comparisons if not c.ok), key=severity, reverse=True)
 
 
@@ -76,7 +83,8 @@ def failure_text(check: CheckResult) -> str:
     head = f"{check.outcome.upper()}: {title(check)}"
     bad = failing(check)
     lines = [head]
-    for comparison in bad[:_MOST_COMPARISONS]:
+    for shown, comparison in enumerate(bad[:_MOST_COMPARISONS]):
+        lines += [""] if shown else []
         lines += _block(comparison)
     if len(bad) > _MOST_COMPARISONS:
         lines.append(f"  and {len(bad) - _MOST_COMPARISONS} more quantities differ")
@@ -95,7 +103,7 @@ def _block(comparison: Comparison) -> list[str]:
     lines = _labelled("what", f"{what(comparison)} ({comparison.compared:,} values compared)")
     worst = comparison.worst
     if worst is not None:
-        lines += _labelled("worst", place(worst))
+        lines += _labelled("worst", place(comparison))
         lines += _labelled("actual", f"{worst.actual!r}")
         lines += _labelled("expected", f"{worst.expected!r}")
     rule = f" ({comparison.rule})" if comparison.rule else ""

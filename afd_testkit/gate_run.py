@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from afd_testkit.need_rule import PROPERTY
 from afd_testkit.settings import Settings, check_results_dir
 
 if TYPE_CHECKING:
     from afd_testkit.evidence import RunFiles
+    from afd_testkit.gate_item import GateItem
     from afd_testkit.ledger_rule import Ledger
     from afd_testkit.results import CheckResult
     from afd_testkit.run_info import RunInfo
@@ -92,7 +94,7 @@ class GateRun:
         self._ledger = ledger
         self._is_worker = hasattr(config, "workerinput")
         self._checks = config.stash.setdefault(checks_key, [])
-        self._selected: dict[str, str] = {}  # gate by test id
+        self._selected: dict[str, GateItem] = {}  # by test id
         self._ended: set[str] = set()
         self._taken: dict[str, int] = {}  # properties already read, by test id
         self._reported: set[str] = set()  # test ids with at least one check
@@ -105,8 +107,12 @@ class GateRun:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         """With gates to run, the result folder is tried first."""
-        gates = {item.nodeid: gate_name(item) for item in session.items}
-        self._selected = {nodeid: gate for nodeid, gate in gates.items() if gate is not None}
+        gates = [(item, gate) for item in session.items if (gate := gate_name(item)) is not None]
+        if gates:
+            from afd_testkit.gate_item import describe
+
+            settings = self._settings
+            self._selected = {item.nodeid: describe(item, gate, settings) for item, gate in gates}
         if not self._selected or self._config.option.collectonly:
             return
         try:
@@ -122,8 +128,8 @@ class GateRun:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Every report of a gate item says so, also that of a skipped one."""
-        if (gate := gate_name(item)) is not None:
-            item.user_properties.append((GATE, gate))
+        if (known := self._selected.get(item.nodeid)) is not None:
+            item.user_properties.append((GATE, json.dumps(asdict(known))))
             self._open = item
             if self._refusal:
                 pytest.fail(self._refusal, pytrace=False)
@@ -150,12 +156,13 @@ class GateRun:
         fresh = properties[start:]
         if not fresh:
             return
+        from afd_testkit.gate_item import GateItem
         from afd_testkit.results import Outcome
 
         self._taken[nodeid] = len(properties)
         for name, value in fresh:
             if name == GATE:
-                self._selected.setdefault(nodeid, str(value))
+                self._selected.setdefault(nodeid, GateItem(**json.loads(str(value))))
             elif name == CHECK:
                 result = check_from_dict(json.loads(str(value)))
                 if waived and result.outcome is Outcome.FAILED:
@@ -172,19 +179,33 @@ class GateRun:
         self._reported.add(report.nodeid)
         if report.failed:
             self._blamed.add(report.nodeid)
+        item = self._selected[report.nodeid]
+        message, command = self._reason(report, item)
         result = CheckResult(
-            gate=self._selected[report.nodeid],
-            engine=self._settings.engine or "not started",
-            model="",
-            dtype="",
-            case=report.nodeid,
-            variant=report.when or "",
+            gate=item.gate,
+            engine=item.engine,
+            model=item.model,
+            dtype=item.dtype,
+            case=item.case,
+            variant="" if report.skipped else report.when or "",
             outcome=Outcome.SKIPPED if report.skipped else Outcome.ERROR,
-            message=_message(report),
-            repeat=f"pytest {report.nodeid!r}",
+            message=message,
+            repeat=command,
             seconds=report.duration,
         )
         self._config.hook.pytest_afd_check(result=result)
+
+    def _reason(self, report: pytest.TestReport, item: GateItem) -> tuple[str, str]:
+        """Why there is no verdict, and the command that may give one."""
+        missing = dict(report.user_properties).get(PROPERTY)
+        if missing is None or not report.skipped:
+            return _message(report), item.command
+        from afd_testkit.gate_item import need_command
+        from afd_testkit.plugin import needs_key
+
+        name = str(missing).partition(":")[0]
+        [need] = [need for need in self._config.stash[needs_key] if need.name == name]
+        return f"needs {missing}", need_command(self._config, self._settings, need)
 
     def pytest_afd_check(self, result: CheckResult) -> None:
         """Keep it, and tell the ledger."""
@@ -198,13 +219,17 @@ class GateRun:
     def pytest_testnodedown(self, node: Any) -> None:
         """What a worker had selected; one that crashed cannot tell, the others can."""
         if hasattr(node, "workeroutput"):
-            self._selected.update(node.workeroutput.get(_OUTPUT, {}))
+            from afd_testkit.gate_item import GateItem
+
+            found = node.workeroutput.get(_OUTPUT, {})
+            self._selected.update({nodeid: GateItem(**known) for nodeid, known in found.items()})
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Write the record and the page; also after Ctrl-C and after an internal error."""
         if self._is_worker:
-            session.config.workeroutput[_OUTPUT] = self._selected  # type: ignore[attr-defined]
+            known = {nodeid: asdict(item) for nodeid, item in self._selected.items()}
+            session.config.workeroutput[_OUTPUT] = known  # type: ignore[attr-defined]
             return
         if self._open is not None and self._open.nodeid not in self._ended:
             self._take(self._open.nodeid, self._open.user_properties)  # interrupted in the middle
@@ -242,8 +267,8 @@ class GateRun:
 
         reason = "the run was interrupted" if interrupted else "the run ended before it"
         not_run = [
-            NotRun(nodeid, reason, f"pytest {nodeid!r}")
-            for nodeid in self._selected
+            NotRun(nodeid, reason, item.command)
+            for nodeid, item in self._selected.items()
             if nodeid not in self._ended
         ]
         begun = self._run or self._begin()  # under pytest-xdist the controller learns late
@@ -275,7 +300,7 @@ class GateRun:
 def _message(report: pytest.TestReport) -> str:
     """Why it was skipped, or the error's own line above the failure as pytest shows it."""
     if isinstance(report.longrepr, tuple):  # file, line, reason of a skip
-        return report.longrepr[2]
+        return report.longrepr[2].removeprefix("Skipped: ")
     text = report.longreprtext
     told = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
     return "\n".join([*told[:1], text])

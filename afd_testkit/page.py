@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from afd_testkit.charts import balance_bar, balance_words, profile_chart, profile_words
+from afd_testkit.charts import (
+    balance_bar,
+    balance_words,
+    is_flat,
+    profile_chart,
+    profile_words,
+)
 from afd_testkit.failure import extent, failure_text, number, printable, title
 from afd_testkit.results import CheckResult, Outcome, StageBalance
 from afd_testkit.summary import (
@@ -15,10 +21,11 @@ from afd_testkit.summary import (
     Verdict,
     count_outcomes,
     excess,
-    failures,
+    failed_cases,
     gate_rows,
-    imbalance,
     is_split,
+    skip_reasons,
+    skipped_subjects,
     worst_comparison,
 )
 
@@ -37,21 +44,47 @@ _POLICY = {"token_balanced_tp": "token", "request_boundary": "request", "given":
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawn profile with its heading and the same in words."""
+    """A drawn profile with its heading and the same in words; flat ones are not drawn."""
 
     heading: str
     words: str
-    svg: Markup
+    svg: Markup | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failed case: its worst check with its chart, and the other variants that failed."""
+
+    check: CheckResult
+    chart: Chart | None
+    others: list[CheckResult]
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Items that gave no verdict for one reason.
+
+    ``command`` runs all of them; where it is empty, each item, a name and a command, has its own.
+    """
+
+    state: str
+    reason: str
+    command: str
+    items: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Section:
-    """One gate row with its charts: ``first`` is open from the start, if the row has a profile."""
+    """One gate row with its charts: ``first`` is open from the start, if there is one to draw.
+
+    ``flat``: checks of which every difference is exactly 0.
+    """
 
     row: GateRow
     first: Chart | None
     others: list[Chart]
     undrawn: int
+    flat: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +94,6 @@ class Bar:
     policy: str
     words: str
     svg: Markup
-    imbalance: float | None
 
 
 @dataclass(frozen=True)
@@ -92,30 +124,53 @@ def _template() -> Template:
 def render_page(run: RunInfo, checks: Sequence[CheckResult]) -> str:
     """The page as text."""
     judgement = run.judge(checks)
-    bad = failures(checks)
     rows = gate_rows(checks)
+    judged, skipped = skipped_subjects(rows)
+    cases = failed_cases(checks)
     return _template().render(
         run=run,
         symbol=_SYMBOL[judgement.verdict],
         verdict=str(judgement.verdict),
         reasons=judgement.reasons,
         counts=count_outcomes(checks),
+        skip_reasons=skip_reasons(checks),
         seconds=sum(check.seconds for check in checks),
         memory=_gib(run.machine.memory_bytes),
         command=_command(run.command),
-        rows=rows,
+        rows=judged,
+        skipped=skipped,
         failures=[
-            (check, _chart(check, _POINTS if n >= _OPEN_FAILURES else 200))
-            for n, check in enumerate(bad[:_MOST_FAILURES])
+            Failure(case[0], _chart(case[0], _POINTS if n >= _OPEN_FAILURES else 200), case[1:])
+            for n, case in enumerate(cases[:_MOST_FAILURES])
         ],
         open_failures=_OPEN_FAILURES,
-        more_failures=len(bad) - len(bad[:_MOST_FAILURES]),
-        skipped=[check for check in checks if check.outcome is Outcome.SKIPPED],
-        waived=[check for check in checks if check.outcome is Outcome.WAIVED],
-        balance=_balance(rows),
-        sections=[_section(row) for row in rows],
+        more_failures=sum(map(len, cases[_MOST_FAILURES:])),
+        idle=_idle(run, checks),
+        balance=_balance(judged),
+        sections=[_section(row) for row in judged],
         worst_of=worst_comparison,
     )
+
+
+def _idle(run: RunInfo, checks: Sequence[CheckResult]) -> list[Idle]:
+    """What was not run, skipped or waived, by state and reason."""
+    groups: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for item in run.not_run:
+        groups.setdefault(("not run", item.reason), []).append((item.item, item.command))
+    for outcome in (Outcome.SKIPPED, Outcome.WAIVED):
+        for check in checks:
+            if check.outcome is outcome:
+                key = (str(outcome), check.message)
+                groups.setdefault(key, []).append((title(check), check.repeat))
+    return [
+        Idle(state, reason, _common(command for _, command in items), items)
+        for (state, reason), items in groups.items()
+    ]
+
+
+def _common(commands: Iterable[str]) -> str:
+    found = set(commands)
+    return found.pop() if len(found) == 1 else ""
 
 
 def _failure_body(check: CheckResult) -> str:
@@ -137,7 +192,9 @@ def _chart(check: CheckResult, points: int) -> Chart | None:
     if check.profile is None or not check.profile.difference:
         return None
     heading = " · ".join(part for part in (check.case, check.variant) if part)
-    return Chart(heading, profile_words(check.profile), profile_chart(check.profile, points))
+    flat = is_flat(check.profile)
+    svg = None if flat else profile_chart(check.profile, points)
+    return Chart(heading, profile_words(check.profile), svg)
 
 
 def _section(row: GateRow) -> Section:
@@ -147,10 +204,12 @@ def _section(row: GateRow) -> Section:
         worst = worst_comparison(check)
         return 0.0 if worst is None else excess(worst)
 
-    drawable = [check for check in row.checks if check.profile and check.profile.difference]
     # Failed checks are drawn where their text stands.
-    passing = [check for check in drawable if check.outcome is not Outcome.FAILED]
-    ordered = sorted(passing, key=reach, reverse=True)
+    passing = [check for check in row.checks if check.outcome is not Outcome.FAILED]
+    profiles = [(check, check.profile) for check in passing if check.profile is not None]
+    measured = [(check, profile) for check, profile in profiles if profile.difference]
+    drawable = [check for check, profile in measured if not is_flat(profile)]
+    ordered = sorted(drawable, key=reach, reverse=True)
     first = _chart(ordered[0], 200) if ordered else None
     others = [_chart(check, _POINTS) for check in ordered[1:_MOST_CHARTS]]
     return Section(
@@ -158,17 +217,29 @@ def _section(row: GateRow) -> Section:
         first,
         [chart for chart in others if chart is not None],
         undrawn=max(0, len(ordered) - _MOST_CHARTS),
+        flat=len(measured) - len(drawable),
     )
 
 
-def _balance(rows: Sequence[GateRow]) -> list[tuple[GateRow, list[Workload]]]:
-    """For each row whose engine reported steps: its workloads, one bar a policy."""
-    found = [(row, _workloads(row)) for row in rows]
-    return [(row, workloads) for row, workloads in found if workloads]
+def _balance(rows: Sequence[GateRow]) -> list[tuple[list[GateRow], list[Workload]]]:
+    """The workloads of each gate, one bar a policy.
+
+    Subjects whose engine reported the same steps share one drawing.
+    """
+    shared: dict[tuple[str, str, str], list[GateRow]] = {}
+    for row in rows:
+        steps = _steps(row)
+        if steps:
+            shared.setdefault((row.gate, row.engine, repr(steps)), []).append(row)
+    return [(alike, _workloads(alike[0])) for alike in shared.values()]
 
 
 def _workloads(row: GateRow) -> list[Workload]:
-    """Each workload with the largest step of each policy, ``request`` before ``token``."""
+    return [_workload(case, sorted(steps.items())) for case, steps in _steps(row).items()]
+
+
+def _steps(row: GateRow) -> dict[str, dict[str, StageBalance]]:
+    """The largest step of each policy, by workload."""
     cases: dict[str, dict[str, StageBalance]] = {}
     for check in row.checks:
         # Where nothing was split, that and its reason are what there is to show.
@@ -177,7 +248,7 @@ def _workloads(row: GateRow) -> list[Workload]:
             known = largest.get(step.policy)
             if known is None or sum(step.tokens) > sum(known.tokens):
                 largest[step.policy] = step
-    return [_workload(case, sorted(steps.items())) for case, steps in cases.items()]
+    return cases
 
 
 def _workload(case: str, steps: Sequence[tuple[str, StageBalance]]) -> Workload:
@@ -187,7 +258,6 @@ def _workload(case: str, steps: Sequence[tuple[str, StageBalance]]) -> Workload:
             _POLICY.get(policy, policy),
             balance_words(step),
             balance_bar(step, widest),
-            imbalance(step),
         )
         for policy, step in steps
     ]

