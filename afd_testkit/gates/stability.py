@@ -27,8 +27,8 @@ from afd_testkit.results import CheckResult, Comparison
 NAME = "stability"
 _INTERLEAVED: Sequence[SplitSetting] = (
     SplitSetting("token", 1),
-    SplitSetting("token", 8),
     SplitSetting("request", 1),
+    SplitSetting("token", 8),
     SplitSetting("off"),
     SplitSetting("token", 2),
 )
@@ -54,14 +54,17 @@ def _rounds(session: GateSession, subject: Subject) -> list[tuple[Prompt, ...]]:
 
 
 def _alone(session: GateSession, subject: Subject, rounds: list[tuple[Prompt, ...]]) -> Baseline:
-    """Every prompt by itself, twice."""
+    """Every prompt by itself, twice; computed once a session."""
     named = {prompt.name: prompt for batch in rounds for prompt in batch}
     prompts = tuple(named.values())
-    engine = session.stock(subject)
-    runs = [joined([engine.run([prompt]) for prompt in prompts], prompts) for _ in range(2)]
-    together = engine.run(prompts)
-    noise = Noise.between([(runs[1], runs[0]), (together, runs[0])])
-    return Baseline(runs[0], runs[1], together, noise)
+    key = (subject, f"alone: {prompts!r}")
+    if key not in session.baselines:
+        engine = session.stock(subject)
+        runs = [joined([engine.run([prompt]) for prompt in prompts], prompts) for _ in range(2)]
+        together = engine.run(prompts)
+        noise = Noise.between([(runs[1], runs[0]), (together, runs[0])])
+        session.baselines[key] = Baseline(runs[0], runs[1], together, noise)
+    return session.baselines[key]
 
 
 def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResult]:

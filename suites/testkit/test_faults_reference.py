@@ -22,7 +22,7 @@ def reference_session(afd_engines: EnginePool) -> GateSession:
     return GateSession(
         start=lambda config: afd_engines.get(config, "reference"),
         paragraphs=paragraphs(),
-        rounds=3,
+        rounds=4,
     )
 
 
