@@ -77,14 +77,18 @@ class Idle:
 class Section:
     """One gate row with its charts: ``first`` is open from the start, if there is one to draw.
 
-    ``flat``: checks of which every difference is exactly 0.
+    ``quantity`` is what its profiles are of.
+    ``flat``: checks of which every difference in it is exactly 0.  ``partial``: checks whose profile
+    shows no difference though they found one, in a comparison that the profile is not of.
     """
 
     row: GateRow
     first: Chart | None
     others: list[Chart]
     undrawn: int
+    quantity: str
     flat: int
+    partial: int
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,7 @@ def _section(row: GateRow) -> Section:
     profiles = [(check, check.profile) for check in passing if check.profile is not None]
     measured = [(check, profile) for check, profile in profiles if profile.difference]
     drawable = [check for check, profile in measured if not is_flat(profile)]
+    empty = [check for check, profile in measured if is_flat(profile)]
     ordered = sorted(drawable, key=reach, reverse=True)
     first = _chart(ordered[0], 200) if ordered else None
     others = [_chart(check, _POINTS) for check in ordered[1:_MOST_CHARTS]]
@@ -217,8 +222,16 @@ def _section(row: GateRow) -> Section:
         first,
         [chart for chart in others if chart is not None],
         undrawn=max(0, len(ordered) - _MOST_CHARTS),
-        flat=len(measured) - len(drawable),
+        quantity=measured[0][1].quantity if measured else "",
+        flat=sum(not _differs(check) for check in empty),
+        partial=sum(map(_differs, empty)),
     )
+
+
+def _differs(check: CheckResult) -> bool:
+    """Whether the quantity that a check draws differs at all."""
+    drawn = check.profile.quantity if check.profile is not None else ""
+    return any(c.quantity == drawn and c.max_diff != 0.0 for c in check.comparisons)
 
 
 def _balance(rows: Sequence[GateRow]) -> list[tuple[list[GateRow], list[Workload]]]:

@@ -288,9 +288,9 @@ def _failure(check: CheckResult, variants: int) -> list[Text]:
 def _foot(run: RunInfo, files: RunFiles | None) -> list[Text]:
     parts = []
     if run.not_run:
-        first = run.not_run[0]
-        more = f", and {len(run.not_run) - 1} more" if len(run.not_run) > 1 else ""
-        parts.append(_text(f"not run: {first.item} ({first.reason}){more}", "yellow", crop=True))
+        first, count = run.not_run[0], len(run.not_run)
+        items = f"{first.item}, and {count - 1} more" if count > 1 else first.item
+        parts.append(_text(f"not run ({first.reason}): {items}", "yellow", crop=True))
     parts.append(_text(_LEGEND))
     if files is not None:
         parts += [_text(notice, "yellow") for notice in files.notices]

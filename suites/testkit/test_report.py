@@ -436,7 +436,7 @@ def test_items_not_run_and_notices_are_told():
     files = dataclasses.replace(FILES, notices=("the folder became unwritable",))
     lines = shown([passed()], run, files)
     assert lines[1] == "because 2 selected items did not run"
-    assert "not run: split/mla (needs AMX), and 1 more" in lines
+    assert "not run (needs AMX): split/mla, and 1 more" in lines
     assert "the folder became unwritable" in lines
 
 

@@ -275,16 +275,25 @@ def test_variants_of_a_failed_case_are_folded_under_the_worst():
 
 def test_profiles_of_nothing_but_zeros_are_told_not_drawn():
     flat = dataclasses.replace(PROFILE, difference=(0.0,) * 4)
-    checks = [dataclasses.replace(CHECK, profile=flat, case=f"case {n}") for n in range(3)]
+    equal = (dataclasses.replace(CHECK.comparisons[0], max_diff=0.0),)
+    same = dataclasses.replace(CHECK, profile=flat, comparisons=equal)
+    checks = [dataclasses.replace(same, case=f"case {n}") for n in range(3)]
     text = render_page(RUN, checks)
     assert '<svg class="chart"' not in text
-    assert "In 3 checks every difference is exactly 0." in Page(text).text
+    assert "In 3 checks every logprob difference is exactly 0." in Page(text).text
     text = render_page(RUN, [*checks, CHECK])
     assert text.count('<svg class="chart"') == 1
-    assert "In 3 further checks every difference is exactly 0." in Page(text).text
+    assert "In 3 further checks every logprob difference is exactly 0." in Page(text).text
     assert profile_words(flat) == (
         "logprob: every difference is exactly 0; largest noise 2e-7, limit 1e-5"
     )
+
+
+def test_zeros_of_one_comparison_are_not_told_as_those_of_the_check():
+    flat = dataclasses.replace(PROFILE, difference=(0.0,) * 4)
+    text = Page(render_page(RUN, [dataclasses.replace(CHECK, profile=flat)])).text
+    assert "exactly 0" not in text
+    assert "1 check compared several runs, of which the profiled one differs nowhere" in text
 
 
 def test_a_profile_with_a_nan_is_not_taken_for_zeros():
