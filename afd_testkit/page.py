@@ -77,9 +77,9 @@ class Idle:
 class Section:
     """One gate row with its charts: ``first`` is open from the start, if there is one to draw.
 
-    ``quantity`` is what its profiles are of.
-    ``flat``: checks of which every difference in it is exactly 0.  ``partial``: checks whose profile
-    shows no difference though they found one, in a comparison that the profile is not of.
+    ``quantity`` is what its profiles are of.  ``flat``: checks of which every difference in it
+    is exactly 0.  ``partial``: checks whose profile shows no difference though they found one,
+    in a comparison that the profile is not of.
     """
 
     row: GateRow
