@@ -205,7 +205,7 @@ BUILT_IN = (
     Need(
         "amx",
         "needs a CPU with AMX tiles for bfloat16",
-        "pytest -m amx --afd-require amx, on a CPU with AMX",
+        "tox -e gate -- -m amx --afd-require=amx, on a CPU with AMX",
         _amx,
         imports="torch",
     ),

@@ -134,6 +134,18 @@ class GateRun:
             if self._refusal:
                 pytest.fail(self._refusal, pytrace=False)
 
+    def pytest_report_teststatus(
+        self, report: pytest.TestReport | pytest.CollectReport, config: pytest.Config
+    ) -> tuple[str, str, str] | None:
+        """No dot for a gate that passed: each of its checks has a line of its own already."""
+        if not isinstance(report, pytest.TestReport):
+            return None
+        quiet = config.get_verbosity() <= 0 and not config.pluginmanager.hasplugin("dsession")
+        gate = quiet and any(name == GATE for name, _ in report.user_properties)
+        return (
+            ("passed", "", "PASSED") if gate and report.when == "call" and report.passed else None
+        )
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take over new checks, in the process that talks to the user."""
         if self._is_worker:

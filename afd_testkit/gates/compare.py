@@ -187,7 +187,7 @@ def compare(
             found.append(
                 _comparison(mean, _mean(diffs), limits[mean], noise.mean[quantity], compared, None)
             )
-    found.append(_greedy(actual, expected, noise.maximum["logprob"]))
+    found.append(_greedy(actual, expected, noise.maximum["logprob"], stages))
     return tuple(found)
 
 
@@ -219,7 +219,12 @@ def margin(logprobs: FloatArray) -> float:
     return float(best[1] - best[0])
 
 
-def _greedy(actual: RunResult, expected: RunResult, noise: float) -> Comparison:
+def _greedy(
+    actual: RunResult,
+    expected: RunResult,
+    noise: float,
+    stages: Mapping[str, NDArray[np.int8]],
+) -> Comparison:
     """Greedy tokens are equal; a flip counts if the expected margin exceeds the noise."""
     by_name = {request.name: request for request in expected.requests}
     worst: Worst | None = None
@@ -232,7 +237,15 @@ def _greedy(actual: RunResult, expected: RunResult, noise: float) -> Comparison:
         if lead > noise and lead >= largest:
             largest = lead
             token = len(request.token_ids) - 1
-            worst = Worst(request.name, token, None, 0, request.greedy_token, other.greedy_token)
+            stage = int(stages[request.name][token])
+            worst = Worst(
+                request=request.name,
+                token=token,
+                stage=None if stage < 0 else stage,
+                index=0,
+                actual=request.greedy_token,
+                expected=other.greedy_token,
+            )
     return Comparison(
         quantity="greedy",
         max_diff=largest,

@@ -156,15 +156,17 @@ class Check:
         return result
 
     def compare(self, actual: RunResult, baseline: Baseline) -> None:
-        """Compare with the baseline; the last comparison also gives the profile."""
+        """Compare with the baseline; the run that differs most gives the profile."""
         limits = tolerances(self.gate, self.subject.dtype)
         self.comparisons.extend(compare(actual, baseline.run, baseline.noise, limits))
-        self.profile = profile(
+        found = profile(
             actual,
             baseline.run,
             (baseline.other, baseline.run),
             limits["logprob"].with_noise(baseline.noise.maximum["logprob"]),
         )
+        if self.profile is None or max(found.difference) > max(self.profile.difference):
+            self.profile = found
 
     def need(self, ok: bool, text: str) -> None:
         """A realized fact that the check stands on.  Raises :class:`Requirement`."""

@@ -64,25 +64,12 @@ def gate_session(
 ) -> GateSession:
     """Engines and baselines, shared by all gates."""
     engine = afd_settings.engine or DEFAULT_ENGINE
-    seen: set[EngineConfig] = set()
-
-    def start(config: EngineConfig) -> PrefillEngine:
-        if config not in seen:
-            seen.add(config)
-            afd_progress(f"  {engine}: {config.label()}")
-        return afd_engines.get(config, engine)
-
     return GateSession(
-        start=start,
+        start=lambda config: afd_engines.get(config, engine),
         paragraphs=paragraphs(),
         user=_user_prompts(afd_settings),
         progress=afd_progress,
     )
-
-
-def repeat_command(request: pytest.FixtureRequest, settings: Settings) -> str:
-    """The one command that runs this very test again."""
-    return gate_item.repeat_command(request.node, settings)
 
 
 def test_gate(
@@ -95,7 +82,7 @@ def test_gate(
     request: pytest.FixtureRequest,
 ) -> None:
     """The checks of one case of one gate; all of them run, then the first bad one is shown."""
-    again = repeat_command(request, afd_settings)
+    again = gate_item.repeat_command(request.node, afd_settings)
     judged = [
         record_check(replace(result, repeat=again))
         for result in GATES[gate].run(gate_session, subject, case)
