@@ -98,7 +98,7 @@ class AFDConfig:
                 'it must be a mapping of options, for example {"async_moe_ubatching": true}.'
             )
         known = [option.name for option in fields(cls)]
-        unknown = sorted(str(key) for key in options if key not in known)
+        unknown = sorted(f"{key} = {options[key]!r}" for key in options if key not in known)
         if unknown:
             raise UnknownOption(
                 f'additional_config["afd"] has unknown key(s) {", ".join(unknown)}; '

@@ -106,6 +106,17 @@ def _check(batch: ScheduledBatch, group: KVGroup) -> tuple[NDArray[Any], NDArray
             f"request {int(batch.seq_lens.argmax())} reaches {longest} tokens but its block row "
             f"holds {table.shape[1]} blocks of {size} tokens; widen the block table."
         )
+    # Rows are padded to the widest: a row can be too short although the table is wide enough.
+    last = (batch.seq_lens - 1) // size
+    missing = table[np.arange(batch.num_reqs), last] < 0
+    if missing.any():
+        bad = int(np.argmax(missing))
+        block = int(last[bad])
+        raise KVLayoutError(
+            f"request {bad} reaches {int(batch.seq_lens[bad])} tokens and needs blocks 0 to "
+            f"{block} of {size} tokens, but its block row holds {int(table[bad, block])} for "
+            f"block {block}; give the row an id for every block that holds tokens of the request."
+        )
     return table, slots
 
 

@@ -133,15 +133,15 @@ def test_values_that_are_not_allowed(name: str, value: Any, allowed: str) -> Non
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"async_moe_ubatch": True}, "async_moe_ubatch"),
-        ({"zeta": 1, "alpha": 2, "async_moe_split": "token"}, "alpha, zeta"),
-        ({1: 2}, "1"),
-        ({None: 2, "x": 1}, "None, x"),
-        ({"": 1}, ""),
-        ({"self": 1}, "self"),
+        ({"async_moe_ubatch": True}, "async_moe_ubatch = True"),
+        ({"zeta": 1, "alpha": "2", "async_moe_split": "token"}, "alpha = '2', zeta = 1"),
+        ({1: 2}, "1 = 2"),
+        ({None: 2, "x": [1]}, "None = 2, x = [1]"),
+        ({"": 1}, " = 1"),
+        ({"self": None}, "self = None"),
     ],
 )
-def test_unknown_keys_are_listed_with_the_known_ones(options: Any, named: str) -> None:
+def test_unknown_keys_and_values_are_listed_with_the_known_keys(options: Any, named: str) -> None:
     with pytest.raises(UnknownOption) as caught:
         AFDConfig.from_options(options)
     text = str(caught.value)

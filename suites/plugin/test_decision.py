@@ -215,3 +215,26 @@ def test_evidence_counts_the_forward_passes_that_returned() -> None:
     unsplit = decision.evidence(forwards=[9], completed=True)
     assert unsplit.stage_input_tokens == (9,)
     assert not unsplit.completed
+
+
+def test_a_hazard_of_the_second_kv_group_alone_decides() -> None:
+    # Group 0 shares nothing; in group 1 request 0 hits block 1, which request 1 writes.
+    clean = KVGroup(4, np.array([[5, 6, 0], [7, 8, 9]]), np.array([24, 25, 28, 29, 30, 31, 32, 33]))
+    shared = KVGroup(4, np.array([[1, 2], [1, 3]]), np.array([8, 9, 4, 5, 6, 7, 12, 13]))
+    longer = ScheduledBatch([2, 6], [4, 0])
+    assert decide_step(longer, TOKEN, [clean]).hazard is None
+
+    moved = decide_step(longer, TOKEN, [clean, shared])
+    assert isinstance(moved.plan, SplitPlan)
+    # Half of 8 is cut 4; tokens 2 to 5 write what request 0 reads, so 6 is the nearest safe cut.
+    assert moved.plan.cut == 6
+    assert moved.hazard is not None
+    assert (moved.hazard.reader, moved.hazard.writer, moved.hazard.slot) == (0, 1, 6)
+    evidence = moved.evidence(forwards=moved.planned_rows, completed=True)
+    assert evidence.hazard_action == "moved"
+
+    clean = KVGroup(4, np.array([[5, 6], [7, 8]]), np.array([24, 25, 28, 29, 30, 31]))
+    unsplit = decide_step(STEP, TOKEN, [clean, READER_FIRST])
+    assert isinstance(unsplit.plan, Unsplit)
+    assert unsplit.plan.reason == "kv_hazard"
+    assert unsplit.hazard is not None

@@ -406,6 +406,45 @@ def test_layout_refused(table: Any, slots: Any, said: str) -> None:
             call()
 
 
+@pytest.mark.parametrize(
+    ("scheduled", "computed", "rows", "said"),
+    [
+        # 33 tokens in blocks of 4 are 9 blocks; 32 are 8.
+        (
+            [1, 2],
+            [32, 0],
+            [[*range(1, 9), -1], [9] * 9],
+            "request 0 reaches 33 .*holds -1 for block 8",
+        ),
+        (
+            [2, 33],
+            [0, 0],
+            [[9] * 9, [*range(1, 9), -7]],
+            "request 1 reaches 33 .*holds -7 for block 8",
+        ),
+        ([1, 1], [0, 0], [[1] * 9, [-1] * 9], "request 1 reaches 1 .*needs blocks 0 to 0"),
+        ([1, 1], [4, 0], [[1, -1], [2, -1]], "request 0 reaches 5 .*holds -1 for block 1"),
+    ],
+)
+def test_a_row_that_ends_before_its_request(
+    scheduled: list[int], computed: list[int], rows: list[list[int]], said: str
+) -> None:
+    batch = ScheduledBatch(scheduled, computed)
+    plan = split_at(batch, 1)
+    group = KVGroup(4, np.array(rows), np.full(batch.num_tokens, -1))
+    for call in (hazard_in, safe_plan):
+        with pytest.raises(KVLayoutError, match=said + ".*give the row an id"):
+            call(plan, [group])
+
+
+def test_padding_after_the_last_needed_block_is_fine() -> None:
+    # 32 tokens fill 8 blocks of 4 to the last slot; the ninth entry is padding.
+    group = KVGroup(4, np.array([[*range(1, 9), -1], [9, *[-1] * 8]]), np.full(5, -1))
+    plan = split_at(ScheduledBatch([1, 4], [31, 0]), 1)
+    assert hazard_in(plan, [group]) is None
+    assert safe_plan(plan, [group]) == plan
+
+
 def test_a_layout_is_checked_even_without_context() -> None:
     plan = split_at(ScheduledBatch([2, 4]), 3)
     with pytest.raises(KVLayoutError, match="slot_mapping has 5 slots"):
