@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -232,9 +232,13 @@ def _routing_shared(target: FaultTarget) -> Generator[None, None, None]:
         yield
 
 
+# The control: an injection that changes nothing, under which every gate must stay green.
+CONTROL = "control"
+
 FAULTS: Mapping[str, Fault] = {
     fault.name: fault
     for fault in (
+        Fault(CONTROL, "nothing is wrong", (), lambda target: nullcontext()),
         Fault(
             "computed-not-advanced",
             "the second piece of a cut request does not count what the first piece computed",

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from afd_testkit.engines._vllm_child import ChildStart, RunRequest
@@ -176,7 +177,7 @@ class ChildEngine:
                 f"but {len(steps)} were executed"
             )
         return tuple(
-            StepRecord(requests=step.requests, evidence=dict(record))
+            replace(step, evidence=dict(record))
             for step, record in zip(steps, evidence, strict=True)
         )
 

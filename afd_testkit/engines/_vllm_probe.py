@@ -128,6 +128,7 @@ class StepProbe:
         self._runner = runner
         self._kv = KvReader(runner)
         self._observed: Observation | None = None
+        self._passes: list[int] = []  # rows of each pass through the model in this step
         self._touched: set[int] = set()  # blocks held by any row since they were last poisoned
         self._execute: Callable[..., Any] | None = None
 
@@ -137,6 +138,7 @@ class StepProbe:
             raise EngineError("the probe is already installed on this model runner")
         self._execute = self._runner.execute_model
         self._runner.execute_model = self._execute_and_observe
+        self._runner.model.register_forward_pre_hook(self._count_pass, with_kwargs=True)
 
     def attention_backends(self) -> list[str]:
         """Names of the attention backends in use."""
@@ -168,6 +170,7 @@ class StepProbe:
     def _execute_and_observe(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._execute is None:
             raise EngineError("the probe is not installed on this model runner")
+        self._passes.clear()
         started = time.perf_counter()
         output = self._execute(scheduler_output, *args, **kwargs)
         # An idle step (only finished requests to clean up) executes nothing.
@@ -176,6 +179,10 @@ class StepProbe:
             self._observe(self._observed, scheduler_output)
         return output
 
+    def _count_pass(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before each pass: its rows, seen at the model itself."""
+        self._passes.append(int(kwargs["positions"].shape[-1]))
+
     def _observe(self, observed: Observation, scheduler_output: Any) -> None:
         state = self._runner.execute_model_state
         if state is None:
@@ -183,7 +190,8 @@ class StepProbe:
         rows = self._rows(observed.names, scheduler_output.num_scheduled_tokens)
         observed.step_list.append(
             StepRecord(
-                requests=tuple(ScheduledRequest(r.name, r.computed, r.scheduled) for r in rows)
+                requests=tuple(ScheduledRequest(r.name, r.computed, r.scheduled) for r in rows),
+                forward_rows=tuple(self._passes),
             )
         )
         for row in rows:

@@ -116,11 +116,17 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One executed step.  ``evidence`` is the splitter's own record
-    (``afd_plugin.StepEvidence.as_dict()``), ``None`` on a stock worker."""
+    """One executed step.
+
+    ``forward_rows``: rows (padding included) of each pass through the model, counted by the
+    adapter at the model itself, whatever the splitter says of them.
+    ``evidence``: the splitter's own record (``afd_plugin.StepEvidence.as_dict()``), ``None``
+    on a stock worker.
+    """
 
     requests: tuple[ScheduledRequest, ...]
     evidence: dict[str, Any] | None = None
+    forward_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ class ReferenceEngine:
         self.model = ReferenceModel(RECIPES[config.model], seed)
         self._num_blocks = _pool_size(config)
         self._closed = False
+        self._passes: list[int] = []  # rows of each pass through the model in this step
+        self.model.register_forward_pre_hook(self._count_pass)
         self._start_cold()
 
     def versions(self) -> dict[str, str]:
@@ -105,8 +107,10 @@ class ReferenceEngine:
         split: SplitSetting = NO_SPLIT,
         fault: str | None = None,
     ) -> RunResult:
-        """See :class:`PrefillEngine`.  A run that fails, or carries a fault, leaves a cold
-        engine behind, so that no later run can hit what it wrote."""
+        """See :class:`PrefillEngine`.  A run that fails leaves a cold engine behind.
+
+        A run with a fault does not: like any engine it keeps what it wrote, until
+        :meth:`reset_prefix_cache`."""
         self._check_run(prompts, split)
         started = time.perf_counter()
         run = _Run(prompts)
@@ -122,14 +126,16 @@ class ReferenceEngine:
                 f"reference engine: step {len(run.steps)} of the run failed with "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if fault is not None:
-            self._start_cold()
         return RunResult(
             requests=run.results(),
             steps=tuple(run.steps),
             seconds=time.perf_counter() - started,
             facts={"seed": self.seed, "kv_blocks": self._num_blocks},
         )
+
+    def _count_pass(self, model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        positions = args[0]
+        self._passes.append(positions.shape[-1])
 
     def _start_cold(self) -> None:
         config, model = self.config, self.model.config
@@ -169,9 +175,11 @@ class ReferenceEngine:
             self._scheduler.add(request)
         while self._scheduler.has_work:
             step = self._scheduler.schedule()
+            self._passes.clear()
             output = runner.execute(step)
+            passes = tuple(self._passes)
             logprobs = self.model.logprobs(output.hidden)
-            sampled = run.record(step, output, logprobs, self._cache.rows)
+            sampled = run.record(step, output, passes, logprobs, self._cache.rows)
             self._scheduler.update(step, sampled)
 
     def _check_run(self, prompts: Sequence[Prompt], split: SplitSetting) -> None:
@@ -223,6 +231,7 @@ class _Run:
         self,
         step: Step,
         output: StepOutput,
+        passes: tuple[int, ...],
         logprobs: torch.Tensor,
         read_kv: Callable[[torch.Tensor, int], list[torch.Tensor]],
     ) -> dict[str, int]:
@@ -250,6 +259,7 @@ class _Run:
                     for row in step.rows
                 ),
                 output.evidence,
+                passes,
             )
         )
         return sampled

@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from afd_testkit.engines.base import Prompt, RunResult, SplitSetting
-from afd_testkit.gates.session import Check, GateSession, Subject, run_check, salted
+from afd_testkit.gates.session import (
+    Check,
+    GateSession,
+    NotApplicable,
+    Subject,
+    need_split,
+    run_check,
+    salted,
+)
 from afd_testkit.gates.workloads import USER
 from afd_testkit.results import CheckResult
 
@@ -87,18 +95,19 @@ def _check_chunks(check: Check, result: RunResult, prompts: Sequence[Prompt], si
         f"a prompt of {longest} tokens needs {least} chunks of {size}; "
         f"the engine used {check.facts['most_chunks']} at most",
     )
-    check.need(bool(check.session.user) or check.facts["most_chunks"] > 1, "no prompt was chunked")
+    if check.session.user and least < 2:
+        raise NotApplicable(f"no prompt is longer than {size} tokens, so none was chunked")
+    check.need(check.facts["most_chunks"] > 1, "no prompt was chunked")
 
 
 def _check_split(check: Check, result: RunResult, split: SplitSetting) -> None:
     if split.policy == "off":
         return
-    check.facts["split_steps"] = sum(len(balance.tokens) == 2 for balance in check.balance)
+    need_split(check, [result], split)
     check.facts["chunks_ending_inside_cut_request"] = ends_inside_cut_request(result)
-    if check.session.user:
-        return
-    check.need(check.facts["split_steps"] > 0, "no step was really split")
     check.need(
-        split.policy == "request" or check.facts["chunks_ending_inside_cut_request"] > 0,
+        bool(check.session.user)
+        or split.policy == "request"
+        or check.facts["chunks_ending_inside_cut_request"] > 0,
         "no chunk ended inside a cut request",
     )

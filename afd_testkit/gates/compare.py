@@ -213,10 +213,10 @@ def _comparison(
     )
 
 
-def margin(logprobs: FloatArray) -> float:
-    """By how much the best of one position's log-probabilities [V] leads the second (nats)."""
-    best = np.partition(logprobs.astype(np.float64), -2)[-2:]
-    return float(best[1] - best[0])
+def lead(logprobs: FloatArray, token: int) -> float:
+    """By how much the best of one position's log-probabilities [V] leads ``token`` (nats)."""
+    wide = logprobs.astype(np.float64)
+    return float(wide.max() - wide[token])
 
 
 def _greedy(
@@ -225,7 +225,8 @@ def _greedy(
     noise: float,
     stages: Mapping[str, NDArray[np.int8]],
 ) -> Comparison:
-    """Greedy tokens are equal; a flip counts if the expected margin exceeds the noise."""
+    """Greedy tokens are equal; a flip to a token that the expected run puts within the noise
+    of its best one does not count."""
     by_name = {request.name: request for request in expected.requests}
     worst: Worst | None = None
     largest = 0.0
@@ -233,9 +234,9 @@ def _greedy(
         other = by_name[request.name]
         if request.greedy_token == other.greedy_token:
             continue
-        lead = margin(other.logprobs[-1])
-        if lead > noise and lead >= largest:
-            largest = lead
+        behind = lead(other.logprobs[-1], request.greedy_token)
+        if behind > noise and behind >= largest:
+            largest = behind
             token = len(request.token_ids) - 1
             stage = int(stages[request.name][token])
             worst = Worst(
@@ -252,7 +253,7 @@ def _greedy(
         limit=noise,
         tolerance=0.0,
         noise=noise,
-        rule="same token, unless the expected margin (nats) is within the noise",
+        rule="same token, or one that the expected run has within the noise (nats) of its best",
         ok=worst is None,
         compared=len(actual.requests),
         worst=worst,

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from afd_testkit.engines.base import Prompt, RunResult, SplitSetting
-from afd_testkit.gates.session import Baseline, Check, GateSession, Subject, run_check
+from afd_testkit.gates.session import (
+    Baseline,
+    Check,
+    GateSession,
+    Subject,
+    need_split,
+    run_check,
+)
 from afd_testkit.gates.workloads import USER, Corpus
 from afd_testkit.results import CheckResult
 
@@ -53,13 +60,6 @@ def _realized(run: RunResult) -> float:
     return 100 * cached / sum(len(request.token_ids) for request in run.requests)
 
 
-def _needs_split(check: Check, split: SplitSetting) -> None:
-    """With the split on, some step was really split."""
-    steps = sum(len(balance.tokens) == 2 for balance in check.balance)
-    check.facts["split_steps"] = check.facts.get("split_steps", 0) + steps
-    check.need(split.policy == "off" or check.facts["split_steps"] > 0, "no step was really split")
-
-
 def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResult]:
     """Checks of one case, with the split off and on."""
     if case.startswith(SAME_STEP):
@@ -70,10 +70,10 @@ def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResu
 
             def body(check: Check, split: SplitSetting = split, state: str = state) -> None:
                 if case == USER:
-                    _user_body(check, split, state)
+                    runs = _user_body(check, split, state)
                 else:
-                    _family_body(check, int(case.split()[0]), split, state)
-                _needs_split(check, split)
+                    runs = _family_body(check, int(case.split()[0]), split, state)
+                need_split(check, runs, split)
 
             name = f"{state}, {split.policy}" + (
                 f", alignment {split.alignment}" if split.policy == "token" else ""
@@ -81,7 +81,8 @@ def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResu
             yield run_check(session, NAME, subject, case, name, body)
 
 
-def _family_body(check: Check, ratio: int, split: SplitSetting, state: str) -> None:
+def _family_body(check: Check, ratio: int, split: SplitSetting, state: str) -> list[RunResult]:
+    """The runs under test."""
     session, subject = check.session, check.subject
     corpus = session.corpus(subject)
     measured = family(corpus, ratio, 1)
@@ -89,9 +90,9 @@ def _family_body(check: Check, ratio: int, split: SplitSetting, state: str) -> N
     check.judging = True
     engine = session.split(subject)
     engine.reset_prefix_cache()
-    if state == "steady":
-        check.run(engine, family(corpus, ratio, 0), split)
-    result = check.run(engine, measured, split)
+    runs = [check.run(engine, family(corpus, ratio, 0), split)] if state == "steady" else []
+    runs.append(check.run(engine, measured, split))
+    result = runs[-1]
     shared = LENGTH * ratio // 100
     block = engine.config.block_size
     hit = shared // block * block
@@ -106,18 +107,19 @@ def _family_body(check: Check, ratio: int, split: SplitSetting, state: str) -> N
         f"prompts sharing {shared} of {LENGTH} tokens must hit {expected} tokens with blocks of "
         f"{block}; the engine reports {realized}",
     )
+    return runs
 
 
-def _user_body(check: Check, split: SplitSetting, state: str) -> None:
+def _user_body(check: Check, split: SplitSetting, state: str) -> list[RunResult]:
+    """The runs under test."""
     session, subject = check.session, check.subject
     prompts = session.users(subject)
     baseline = session.baseline(subject, prompts)
     check.judging = True
     engine = session.split(subject)
     engine.reset_prefix_cache()
-    if state == "steady":
-        check.run(engine, prompts, split)
-    result = check.run(engine, prompts, split)
+    runs = [check.run(engine, prompts, split) for _ in range(2 if state == "steady" else 1)]
+    result = runs[-1]
     check.facts["realized_percent"] = round(_realized(result), 1)
     check.compare(result, baseline)
     longest = max(len(prompt.token_ids) for prompt in prompts)
@@ -125,6 +127,7 @@ def _user_body(check: Check, split: SplitSetting, state: str) -> None:
         state == "cold" or longest <= engine.config.block_size or _realized(result) > 0,
         "the prompts were sent twice, yet the engine reports no hit",
     )
+    return runs
 
 
 # Tokens of the writing request, and how many of them the reader shares.  Behind the shared part

@@ -16,6 +16,7 @@ from afd_testkit.engines.base import (
     Prompt,
     RunResult,
     SplitSetting,
+    StepRecord,
 )
 from afd_testkit.gates.compare import Noise, NotComparable, compare, profile
 from afd_testkit.gates.tolerances import tolerances
@@ -28,6 +29,10 @@ StartEngine = Callable[[EngineConfig], PrefillEngine]
 
 class Requirement(Exception):
     """A realized fact is not what the gate needs; the check fails with this text."""
+
+
+class NotApplicable(Exception):
+    """The user's prompts cannot show what the check is about; it is skipped with this text."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +155,16 @@ class Check:
     def run(
         self, engine: PrefillEngine, prompts: Sequence[Prompt], split: SplitSetting
     ) -> RunResult:
-        """Run under test: with the session's fault, its step evidence recorded."""
+        """Run under test, with the session's fault; what it returns must be whole.
+
+        Every prompt is there with every position, and every step passed through the model as
+        often, and with as many rows, as the splitter says it did.
+        Raises :class:`Requirement`.
+        """
         result = engine.run(prompts, split=split, fault=self.session.fault)
         self.balance.extend(balances(result))
+        check_whole(result, prompts)
+        check_passes(result)
         return result
 
     def compare(self, actual: RunResult, baseline: Baseline) -> None:
@@ -172,6 +184,41 @@ class Check:
         """A realized fact that the check stands on.  Raises :class:`Requirement`."""
         if not ok:
             raise Requirement(text)
+
+
+def check_whole(run: RunResult, prompts: Sequence[Prompt]) -> None:
+    """The requests are the prompts, in order, with all their rows.  Raises :class:`Requirement`."""
+    submitted = [(prompt.name, prompt.token_ids) for prompt in prompts]
+    if [(request.name, request.token_ids) for request in run.requests] != submitted:
+        raise Requirement(
+            f"the engine was given prompts {[name for name, _ in submitted]} and returned "
+            f"{[request.name for request in run.requests]}, or other tokens"
+        )
+    for request in run.requests:
+        length = len(request.token_ids)
+        rows = length - request.cached_tokens
+        found = {len(request.hidden), len(request.logprobs)}
+        if not 0 < rows <= length or found != {rows} or {len(kv) for kv in request.kv} != {length}:
+            raise Requirement(
+                f"{request.name}: of {length} tokens {request.cached_tokens} were cached, so there "
+                f"must be {rows} rows of results and {length} KV rows in every layer; there are "
+                f"{sorted(found)} and {sorted({len(kv) for kv in request.kv})}"
+            )
+
+
+def check_passes(run: RunResult) -> None:
+    """What the model saw is what the splitter says it ran.  Raises :class:`Requirement`.
+
+    The splitter's word alone would let a worker that never splits pass.
+    """
+    for number, step in enumerate(run.steps):
+        scheduled = sum(row.num_scheduled for row in step.requests)
+        said = (scheduled,) if step.evidence is None else tuple(step.evidence["stage_input_tokens"])
+        if step.forward_rows != said:
+            raise Requirement(
+                f"step {number} of {scheduled} tokens: the splitter says it ran passes of {said} "
+                f"rows, the model saw {step.forward_rows}"
+            )
 
 
 def balances(run: RunResult) -> Iterator[StageBalance]:
@@ -210,6 +257,8 @@ def run_check(
         body(check)
         if not all(comparison.ok for comparison in check.comparisons):
             outcome = Outcome.FAILED
+    except NotApplicable as error:
+        outcome, message = Outcome.SKIPPED, str(error)
     except (Requirement, NotComparable) as error:
         outcome, message = Outcome.FAILED, str(error)
     except EngineDied as error:
@@ -244,6 +293,38 @@ def progress_line(result: CheckResult) -> str:
         f"  {result.gate:11s} {result.model} {result.dtype}  {result.case}  {result.variant}"
         f"{figures}  {result.outcome.upper()}  {result.seconds:.1f} s"
     )
+
+
+def defined_cut(step: StepRecord, split: SplitSetting) -> int | None:
+    """Where the policy's definition cuts ``step`` if there is no hazard, ``None`` for nowhere."""
+    scheduled = [row.num_scheduled for row in step.requests]
+    if split.policy == "token":
+        return expected_cut(sum(scheduled), split.alignment)
+    bounds = [sum(scheduled[:i]) for i in range(1, len(scheduled))]
+    return min(bounds, key=lambda bound: (abs(2 * bound - sum(scheduled)), -bound), default=None)
+
+
+def is_prefill(step: StepRecord) -> bool:
+    """Whether the splitter saw a prompt in the step."""
+    return step.evidence is None or step.evidence["reason"] != "decode_only"
+
+
+def need_split(check: Check, runs: Sequence[RunResult], split: SplitSetting) -> None:
+    """Some step was really split.
+
+    With the user's prompts there may be nothing to cut; the check is then not applicable.
+    Raises :class:`Requirement` or :class:`NotApplicable`.
+    """
+    if split.policy == "off":
+        return
+    steps = [step for run in runs for step in run.steps if is_prefill(step)]
+    done = sum(len(step.forward_rows) == 2 for step in steps)
+    check.facts["split_steps"] = done
+    if check.session.user and not any(defined_cut(step, split) is not None for step in steps):
+        raise NotApplicable(
+            f"no step of these prompts can be cut by {split.policy} at alignment {split.alignment}"
+        )
+    check.need(done > 0, "no step was really split")
 
 
 def expected_cut(num_tokens: int, alignment: int) -> int | None:

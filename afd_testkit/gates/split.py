@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from afd_testkit.engines.base import Prompt, RunResult, SplitSetting, StepRecord
-from afd_testkit.gates.session import Check, GateSession, Subject, expected_cut, run_check, salted
+from afd_testkit.gates.session import (
+    Check,
+    GateSession,
+    Subject,
+    defined_cut,
+    is_prefill,
+    need_split,
+    run_check,
+    salted,
+)
 from afd_testkit.gates.workloads import LENGTHS, USER
 from afd_testkit.results import CheckResult
 
@@ -35,49 +44,40 @@ def prompts_of(session: GateSession, subject: Subject, case: str) -> tuple[Promp
 
 def check_cuts(check: Check, run: RunResult, split: SplitSetting) -> None:
     """Every prefill step was cut where the policy says, into stages of the right extents."""
-    prefill = [step for step in run.steps if _is_prefill(step)]
+    prefill = [step for step in run.steps if is_prefill(step)]
     check.need(bool(prefill), "no prefill step was executed")
-    done = sum(_check_step(check, step, split) for step in prefill)
-    check.facts["split_steps"] = done
+    for step in prefill:
+        _check_step(check, step, split)
+    check.facts["split_steps"] = sum(len(step.forward_rows) == 2 for step in prefill)
     check.facts["steps_cut_inside_request"] = sum(
         bool(step.evidence and step.evidence["cuts_request"]) for step in prefill
     )
 
 
-def _is_prefill(step: StepRecord) -> bool:
-    return step.evidence is None or step.evidence["reason"] != "decode_only"
-
-
-def _check_step(check: Check, step: StepRecord, split: SplitSetting) -> bool:
-    """Whether the step was split; raises when that, or the place, is not as defined."""
+def _check_step(check: Check, step: StepRecord, split: SplitSetting) -> None:
+    """Raises when the step was not split, or not where or as the definition says."""
     scheduled = [row.num_scheduled for row in step.requests]
     total = sum(scheduled)
-    if step.evidence is None:
-        check.need(False, "the step has no evidence: the engine did not run the splitting worker")
-        return False
     evidence = step.evidence
+    if evidence is None:
+        check.need(False, "the step has no evidence: the engine did not run the splitting worker")
+        return
     check.need(evidence["completed"], f"a step of {total} tokens did not complete")
-    if split.policy == "token":
-        cut = expected_cut(total, split.alignment)
-    else:
-        bounds = [sum(scheduled[:i]) for i in range(1, len(scheduled))]
-        cut = min(bounds, key=lambda b: (abs(2 * b - total), -b), default=None)
+    cut = defined_cut(step, split)
     if cut is None:
         check.need(
-            evidence["policy"] == "unsplit" and evidence["stage_tokens"] == (total,),
+            evidence["policy"] == "unsplit" and step.forward_rows == (total,),
             f"a step of {total} tokens has no cut under {split}, yet ran as {evidence}",
         )
-        return False
+        return
     rest = total - cut
     padded = tuple(-(-n // split.alignment) * split.alignment for n in (cut, rest))
     check.need(
-        tuple(evidence["stage_tokens"]) == (cut, rest)
-        and tuple(evidence["stage_input_tokens"]) == padded,
+        tuple(evidence["stage_tokens"]) == (cut, rest) and step.forward_rows == padded,
         f"a step of {scheduled} tokens must run as stages of {cut} and {rest} tokens in buffers "
-        f"of {padded}; it ran as {evidence['stage_tokens']} in {evidence['stage_input_tokens']} "
+        f"of {padded}; it ran as {evidence['stage_tokens']} in {step.forward_rows} "
         f"({evidence['policy']}, {evidence['detail'] or 'split'})",
     )
-    return True
 
 
 def variant(split: SplitSetting) -> str:
@@ -102,5 +102,7 @@ def run(
             check.facts["cached_tokens"] = sum(r.cached_tokens for r in result.requests)
             check.compare(result, baseline)
             check_cuts(check, result, split)
+            if session.user:
+                need_split(check, [result], split)
 
         yield run_check(session, NAME, subject, case, variant(split), body)

@@ -2,7 +2,8 @@
 
 Invariant: a prompt's result is its own.  Oracle: each prompt alone on the same engine with its
 own worker.  One engine runs many mixed steps with the split on, its settings interleaved, with
-prefix hits and decodes among prefills; in the end the first batch must come out as it first did.
+prefix hits and decodes among prefills.  In the end the first batch must come out as it first
+did, and the last one as it does on an engine just started.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from afd_testkit.gates.session import (
     GateSession,
     Subject,
     joined,
+    need_split,
     run_check,
 )
 from afd_testkit.gates.workloads import USER
@@ -68,9 +70,9 @@ def _alone(session: GateSession, subject: Subject, rounds: list[tuple[Prompt, ..
 
 
 def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResult]:
-    """One check over all rounds, one over the return to the first."""
+    """All rounds; the return to the first; and the last round on an engine just started."""
     rounds = _rounds(session, subject)
-    first: list[RunResult] = []
+    done: list[RunResult] = []
 
     def mixed(check: Check) -> None:
         baseline = _alone(session, subject, rounds)
@@ -78,13 +80,9 @@ def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResu
         engine = session.split(subject, step_tokens=STEP_TOKENS)
         engine.reset_prefix_cache()
         for number, batch in enumerate(rounds):
-            split = _INTERLEAVED[number % len(_INTERLEAVED)]
-            result = check.run(engine, batch, split)
-            if number == 0:
-                first.append(result)
-            check.compare(result, baseline)
+            done.append(check.run(engine, batch, _setting(number)))
+            check.compare(done[-1], baseline)
         check.facts["rounds"] = len(rounds)
-        check.facts["split_steps"] = sum(len(balance.tokens) == 2 for balance in check.balance)
         check.facts["steps"] = len(check.balance)
         check.facts["steps_cut_inside_request"] = sum(b.cuts_request for b in check.balance)
         # The worst round of each quantity stands for all.
@@ -94,16 +92,34 @@ def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResu
             if held is None or comparison.max_diff > held.max_diff:
                 worst[comparison.quantity] = comparison
         check.comparisons = list(worst.values())
-        check.need(check.facts["split_steps"] > 0, "no step was really split")
+        need_split(check, done, SplitSetting("token"))
 
     yield run_check(session, NAME, subject, case, f"{len(rounds)} rounds", mixed)
 
     def returned(check: Check) -> None:
-        check.need(bool(first), "the first round gave no result to return to")
-        baseline = Baseline(first[0], first[0], first[0], Noise.between([(first[0], first[0])]))
+        check.need(len(done) == len(rounds), "the rounds did not all give a result")
         check.judging = True
         engine = session.split(subject, step_tokens=STEP_TOKENS)
         engine.reset_prefix_cache()
-        check.compare(check.run(engine, rounds[0], _INTERLEAVED[0]), baseline)
+        check.compare(check.run(engine, rounds[0], _setting(0)), _as_baseline(done[0]))
 
     yield run_check(session, NAME, subject, case, "first round again", returned)
+
+    def fresh(check: Check) -> None:
+        check.need(len(done) == len(rounds), "the rounds did not all give a result")
+        check.judging = True
+        session.split(subject, step_tokens=STEP_TOKENS).close()
+        engine = session.split(subject, step_tokens=STEP_TOKENS)
+        last = len(rounds) - 1
+        check.compare(check.run(engine, rounds[last], _setting(last)), _as_baseline(done[last]))
+
+    yield run_check(session, NAME, subject, case, "last round, fresh engine", fresh)
+
+
+def _setting(number: int) -> SplitSetting:
+    return _INTERLEAVED[number % len(_INTERLEAVED)]
+
+
+def _as_baseline(run: RunResult) -> Baseline:
+    """An earlier result of the same prompts, with no noise of its own to excuse a difference."""
+    return Baseline(run, run, run, Noise.between([(run, run)]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from afd_testkit.faults import FAULTS
+from afd_testkit.faults import CONTROL, FAULTS
 from afd_testkit.gates.catalog import GATES
 from afd_testkit.gates.proof import first_red, pairs
 from afd_testkit.gates.session import GateSession, Subject
@@ -33,7 +33,7 @@ def test_every_gate_has_at_least_three_faults(gate: str) -> None:
 
 def test_every_fault_is_caught_by_a_known_gate() -> None:
     for fault in FAULTS.values():
-        assert fault.gates
+        assert (fault.gates == ()) is (fault.name == CONTROL)
         assert set(fault.gates) <= set(GATES)
 
 
@@ -64,3 +64,12 @@ def test_gate_is_green_without_a_fault(
     results = list(GATES[gate].run(reference_session, SUBJECT, case))
     assert results
     assert [(r.variant, r.message) for r in results if r.outcome is not Outcome.PASSED] == []
+
+
+@pytest.mark.parametrize("gate", list(GATES))
+def test_gate_stays_green_under_an_injection_of_nothing(
+    reference_session: GateSession, gate: str
+) -> None:
+    red, seen = first_red(reference_session, SUBJECT, gate, CONTROL)
+    assert red is None, (red.variant, red.message)
+    assert all(result.outcome is Outcome.PASSED for result in seen)

@@ -12,7 +12,7 @@ import pytest
 from afd_plugin import decision, metadata, pipeline
 from afd_testkit.engines.base import EngineConfig, EngineError, Prompt, RunResult, SplitSetting
 from afd_testkit.engines.reference import ReferenceEngine
-from afd_testkit.faults import FAULTS
+from afd_testkit.faults import CONTROL, FAULTS
 
 pytestmark = pytest.mark.cpu
 
@@ -208,7 +208,9 @@ def greedy(result: RunResult) -> list[int]:
     return [request.greedy_token for request in result.requests]
 
 
-@pytest.mark.parametrize("name", sorted(set(FAULTS) - {"hazard-ignored", "state-not-restored"}))
+@pytest.mark.parametrize(
+    "name", sorted({*FAULTS} - {CONTROL, "hazard-ignored", "state-not-restored"})
+)
 def test_a_fault_is_seen_in_its_run_only(name: str) -> None:
     """128 tokens: stages of 64 and 64; aligned to 12, of 60 and 68, the latter padded to 72."""
     alignment = 12 if name == "padded-length-told" else 1
@@ -216,6 +218,7 @@ def test_a_fault_is_seen_in_its_run_only(name: str) -> None:
     whole = ReferenceEngine(STOCK).run(prompts(40, 50, 38))
     engine = ReferenceEngine(replace(AFD, prefix_caching=True))
     assert difference(engine.run(prompts(40, 50, 38), split=split, fault=name), whole) > 1e-2
+    engine.reset_prefix_cache()  # what the faulty run wrote may be hit, as on any engine
     clean = engine.run(prompts(40, 50, 38), split=split)
     assert difference(clean, whole) < EXACT
     assert greedy(clean) == greedy(whole)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from afd_testkit.faults import CONTROL
+from afd_testkit.gates.catalog import GATES
 from afd_testkit.gates.proof import first_red, pairs
 from afd_testkit.gates.session import GateSession, Subject
 from afd_testkit.models.texts import paragraphs
 from afd_testkit.pool import EnginePool
+from afd_testkit.results import Outcome
 
 pytestmark = pytest.mark.vllm
 
@@ -25,3 +28,12 @@ def vllm_session(afd_engines: EnginePool) -> GateSession:
 def test_gate_turns_red(vllm_session: GateSession, gate: str, fault: str) -> None:
     red, seen = first_red(vllm_session, SUBJECT, gate, fault)
     assert red is not None, [(r.variant, r.outcome, r.message) for r in seen]
+
+
+@pytest.mark.parametrize("gate", list(GATES))
+def test_gate_stays_green_under_an_injection_of_nothing(
+    vllm_session: GateSession, gate: str
+) -> None:
+    red, seen = first_red(vllm_session, SUBJECT, gate, CONTROL)
+    assert red is None, (red.variant, red.message)
+    assert all(result.outcome is Outcome.PASSED for result in seen)
