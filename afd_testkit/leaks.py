@@ -3,7 +3,8 @@
 A test, its function-scoped fixtures and their teardown are looked at as one.  What a wider
 fixture changes while it is set up belongs to that fixture until its teardown; leaving it behind
 then is the fixture's leak (a session fixture's ends with the process).  Importing a test file
-counts as a test of its own.  ``process_state`` says what is watched and what is no leak.
+counts as a test of its own.  ``process_state`` and ``torch_state`` say
+what is watched, and what is no leak.
 """
 
 from __future__ import annotations
@@ -18,7 +19,24 @@ from typing import Any
 import pytest
 
 from afd_testkit.need_rule import fail_collection
-from afd_testkit.process_state import ABSENT, CHANNELS, Change, Channel, Imports, ModuleTable
+from afd_testkit.process_state import (
+    ABSENT,
+    Change,
+    Channel,
+    Environment,
+    ForwardContext,
+    Imports,
+    ModuleTable,
+)
+from afd_testkit.torch_state import TORCH_CHANNELS
+
+#: Everything that is watched.  The module table is first: the others ask what was imported.
+CHANNELS: tuple[Channel, ...] = (
+    ModuleTable(),
+    Environment(),
+    *TORCH_CHANNELS,
+    ForwardContext(),
+)
 
 #: One dictionary a channel; ``None`` where the channel's owner is not loaded.
 Snapshot = list[dict[str, Any] | None]

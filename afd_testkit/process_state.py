@@ -1,5 +1,7 @@
 """What a test can leave changed in its process: one channel for each kind of state.
 
+Here are those of Python and vLLM; ``torch_state`` has torch's.
+
 A channel reads its state as a flat dictionary, says which differences are no leak, and puts
 single entries back.  torch and vLLM are looked at only where they are already loaded.
 
@@ -9,9 +11,9 @@ Differences that come with the *first import of a package* are the package's, no
   (compiled extensions and lazy packages make them), are fine inside a package of which this test
   imported a real module for the first time; so are such a package replacing an entry of its own
   from the same file, and its giving one of its modules a second name.
-- ``torch`` attributes: torch's own submodules, and functions and classes that were defined in a
-  package first imported here (it patched torch while it was imported).  The standard library
-  does not count: importing ``unittest.mock`` does not excuse a mock.
+- attributes of ``torch`` and its classes: torch's own submodules, and functions and classes that
+  were defined in a package first imported here (it patched torch while it was imported).  The
+  standard library does not count: importing ``unittest.mock`` does not excuse a mock.
 - operators: those which the dispatcher says were registered from a file of such a package.
 - ``os.environ``: the names in :data:`IMPORT_ENVIRONMENT`.
 """
@@ -19,7 +21,6 @@ Differences that come with the *first import of a package* are the package's, no
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping, MutableMapping
 from types import ModuleType
@@ -42,10 +43,6 @@ IMPORT_ENVIRONMENT: Mapping[str, frozenset[str]] = {
     ),
     "cv2": frozenset({"LD_LIBRARY_PATH"}),
 }
-
-#: torch's own lazily filled private state, which any first use changes, and ``Storage``, which
-#: follows the default dtype (watched by itself).
-_TORCH_OWN = frozenset({"_initialized", "_queued_calls", "_cached_device_count", "Storage"})
 
 
 class Change(NamedTuple):
@@ -80,7 +77,7 @@ class Imports(NamedTuple):
         """
         modules = [name for name, mod in new.items() if name not in old and is_real(name, mod)]
         own = [name for name in modules if _file(new[name]) == collected is not None]
-        tops = {_top(name) for name in modules} - {_top(name) for name in own}
+        tops = {top_level(name) for name in modules} - {top_level(name) for name in own}
         placeholders = {
             name[:place] for name in own for place, char in enumerate(name) if char == "."
         }
@@ -134,7 +131,7 @@ class ModuleTable:
         """Real modules are; see the module's docstring for those without a spec."""
         if change.new is ABSENT or not isinstance(change.new, ModuleType):
             return False
-        top = _top(change.key)
+        top = top_level(change.key)
         new_is_real = is_real(change.key, change.new)
         if change.old is not ABSENT and is_real(change.key, change.old):
             return (
@@ -148,7 +145,7 @@ class ModuleTable:
             return True
         # A second name, which its own package gave to a module.
         own_name = change.new.__name__
-        return is_real(own_name, change.new) and _top(own_name) in imports.packages
+        return is_real(own_name, change.new) and top_level(own_name) in imports.packages
 
     def restore(self, change: Change) -> None:
         """Put the entry back or take it out."""
@@ -178,92 +175,6 @@ class Environment:
         _put(os.environ, change)
 
 
-class TorchNames:
-    """The attributes of a torch module."""
-
-    remedy = "use monkeypatch.setattr"
-
-    def __init__(self, module: str) -> None:
-        self.name = module
-
-    def read(self) -> dict[str, Any] | None:
-        """Attribute by name."""
-        module = _loaded(self.name)
-        return None if module is None else dict(vars(module))
-
-    def tolerates(self, change: Change, imports: Imports) -> bool:
-        """Submodules, lazily filled private state, and what a first import patched in."""
-        if change.new is ABSENT:
-            return False
-        if change.key in _TORCH_OWN:
-            return True
-        if isinstance(change.new, ModuleType):
-            return change.old is ABSENT and is_real(f"{self.name}.{change.key}", change.new)
-        owner = getattr(change.new, "__module__", None)  # any object may stand here
-        return isinstance(owner, str) and _top(owner) in imports.packages
-
-    def restore(self, change: Change) -> None:
-        """Set or delete the attribute."""
-        _put(vars(sys.modules[self.name]), change)
-
-
-class TorchDefaults:
-    """Default dtype and the seed of torch's default generator."""
-
-    name = "torch defaults"
-    remedy = "restore the default dtype in a fixture; seed inside torch.random.fork_rng()"
-
-    def read(self) -> dict[str, Any] | None:
-        """``dtype`` and ``seed``."""
-        torch = _loaded("torch")
-        if torch is None:
-            return None
-        return {"dtype": torch.get_default_dtype(), "seed": torch.initial_seed()}
-
-    def tolerates(self, change: Change, imports: Imports) -> bool:
-        """Never."""
-        return False
-
-    def restore(self, change: Change) -> None:
-        """Set the old value; the random state is that of a fresh start from the old seed."""
-        torch = sys.modules["torch"]
-        if change.key == "dtype":
-            torch.set_default_dtype(change.old)
-        else:
-            torch.manual_seed(change.old)
-
-
-class Operators:
-    """Operators defined from Python, by qualified name (``namespace::name``)."""
-
-    name = "torch.ops"
-    remedy = (
-        "define operators in a scope that ends with the test (torch.library._scoped_library), "
-        "or in a module of the package, once"
-    )
-
-    def read(self) -> dict[str, Any] | None:
-        """Every name that a ``torch.library.Library`` holds; torch keeps the set in ``_defs``."""
-        torch = _loaded("torch")
-        return None if torch is None else dict.fromkeys(torch.library._defs, True)
-
-    def tolerates(self, change: Change, imports: Imports) -> bool:
-        """Operators registered from a file of a package first imported here; dropping is not."""
-        if change.new is ABSENT:
-            return False
-        custom = sys.modules["torch._library.custom_ops"].OPDEFS.get(change.key)
-        if custom is not None:  # the dispatcher knows only torch's own file for these
-            return _top(custom._init_fn.__module__) in imports.packages
-        # torch keeps the name as it was written, line breaks included
-        dump = sys.modules["torch"]._C._dispatch_dump("".join(change.key.split()))
-        found = re.search(r"^debug: registered at (.*):\d+$", dump, re.MULTILINE)
-        return found is not None and found[1] in _files_of(imports.packages)
-
-    def restore(self, change: Change) -> None:
-        """Nothing: torch drops an operator only together with its library.  Snapshots are
-        taken anew for each test, so that the next one is not blamed."""
-
-
 class ForwardContext:
     """vLLM's current forward context, a global of its module."""
 
@@ -272,7 +183,7 @@ class ForwardContext:
 
     def read(self) -> dict[str, Any] | None:
         """The one global; a vLLM without it is an error, since the guard would be blind."""
-        module = _loaded(self.name)
+        module = loaded(self.name)
         return None if module is None else {"_forward_context": vars(module)["_forward_context"]}
 
     def tolerates(self, change: Change, imports: Imports) -> bool:
@@ -284,31 +195,21 @@ class ForwardContext:
         _put(vars(sys.modules[self.name]), change)
 
 
-CHANNELS: tuple[Channel, ...] = (
-    ModuleTable(),
-    Environment(),
-    TorchNames("torch"),
-    TorchNames("torch.cuda"),
-    TorchNames("torch.accelerator"),
-    TorchDefaults(),
-    Operators(),
-    ForwardContext(),
-)
-
-
 def _put(table: MutableMapping[str, Any], change: Change) -> None:
+    """Put the old value back into ``table``, or take the key out."""
     if change.old is ABSENT:
         table.pop(change.key, None)
     else:
         table[change.key] = change.old
 
 
-def _files_of(packages: frozenset[str]) -> set[str | None]:
+def files_of(packages: frozenset[str]) -> set[str | None]:
     """Source files of all loaded modules of ``packages``."""
-    return {_file(mod) for name, mod in list(sys.modules.items()) if _top(name) in packages}
+    return {_file(mod) for name, mod in list(sys.modules.items()) if top_level(name) in packages}
 
 
-def _top(name: str) -> str:
+def top_level(name: str) -> str:
+    """The package of a dotted module name."""
     return name.partition(".")[0]
 
 
@@ -317,7 +218,7 @@ def _file(module: object) -> str | None:
     return file if isinstance(file, str) else None
 
 
-def _loaded(name: str) -> Any:
+def loaded(name: str) -> Any:
     """The module if it is loaded and real; a stand-in has no state worth watching."""
     module = sys.modules.get(name)
     return module if is_real(name, module) else None

@@ -20,6 +20,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+THREADS = torch.get_num_threads()
 """
 
 
@@ -101,6 +102,56 @@ LEAKS = {
         "torch.accelerator: 'synchronize' was removed*",
         'hasattr(torch.accelerator, "synchronize")',
     ),
+    "torch.nn.functional function": (
+        "torch.nn.functional.gelu = lambda x: x",
+        "torch.nn.functional: 'gelu' was changed from <built-in *gelu> to <function *lambda*",
+        'torch.nn.functional.gelu.__name__ == "gelu"',
+    ),
+    "method added to tensors": (
+        "torch.Tensor.npu = lambda self: self",
+        "torch.Tensor: 'npu' was added (<function *lambda*",
+        'not hasattr(torch.Tensor, "npu")',
+    ),
+    "property added to tensors": (
+        "torch.Tensor.is_npu = property(lambda self: True)",
+        "torch.Tensor: 'is_npu' was added (<property *",
+        'not hasattr(torch.Tensor, "is_npu")',
+    ),
+    "inherited tensor method hidden": (
+        "torch.Tensor.cpu = lambda self: self",
+        "torch.Tensor: 'cpu' was added (<function *lambda*",
+        '"cpu" not in vars(torch.Tensor) and torch.ones(1).cpu().item() == 1',
+    ),
+    "tensor method removed": (
+        "del torch.Tensor.backward",
+        "torch.Tensor: 'backward' was removed (it was <function Tensor.backward*",
+        'torch.Tensor.backward.__module__ == "torch._tensor"',
+    ),
+    "static method of tensors": (
+        "torch.Tensor.__torch_function__ = None",
+        "torch.Tensor: '__torch_function__' was changed from <classmethod* to None",
+        "torch.Tensor.__torch_function__.__self__ is torch.Tensor",
+    ),
+    "module method": (
+        "torch.nn.Module.to = lambda self, *a: self",
+        "torch.nn.Module: 'to' was changed from <function Module.to* to <function *lambda*",
+        'torch.nn.Module.to.__name__ == "to"',
+    ),
+    "gradients": (
+        "torch.set_grad_enabled(False)",
+        "torch defaults: 'gradients' was changed from True to False",
+        "torch.is_grad_enabled()",
+    ),
+    "deterministic with warnings": (
+        'torch.set_deterministic_debug_mode("warn")',
+        "torch defaults: 'deterministic' was changed from 0 to 1",
+        "torch.get_deterministic_debug_mode() == 0",
+    ),
+    "number of threads": (
+        "torch.set_num_threads(torch.get_num_threads() + 1)",
+        "torch defaults: 'threads' was changed from * to *",
+        "torch.get_num_threads() == THREADS",
+    ),
     "default dtype": (
         "torch.set_default_dtype(torch.float64)",
         "torch defaults: 'dtype' was changed from torch.float32 to torch.float64",
@@ -132,6 +183,29 @@ def test_a_leak_is_named_and_undone(pytester: pytest.Pytester, name: str) -> Non
     assert "secret" not in result.stdout.str().split("left the process changed")[1]
 
 
+def test_deterministic_algorithms_are_turned_off_again(pytester: pytest.Pytester) -> None:
+    """In a process of its own, since it imports torch's compiler, which cannot be done twice."""
+    pytester.makepyfile(
+        test_inner=HEAD
+        + textwrap.dedent(
+            """
+            def test_leaky(): torch.use_deterministic_algorithms(True)
+            def test_next():
+                assert not torch.are_deterministic_algorithms_enabled()
+                assert not torch._inductor.config.deterministic
+            """
+        )
+    )
+    result = pytester.runpytest_subprocess(*QUIET)
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(
+        [
+            "test_inner.py::test_leaky left the process changed:",
+            "  torch defaults: 'deterministic' was changed from 0 to 2",
+        ]
+    )
+
+
 def test_what_is_scoped_is_no_leak(pytester: pytest.Pytester) -> None:
     result = run(
         pytester,
@@ -142,6 +216,26 @@ def test_what_is_scoped_is_no_leak(pytester: pytest.Pytester) -> None:
             monkeypatch.delenv("HOME", raising=False)
             monkeypatch.setattr(torch, "npu", MagicMock(), raising=False)
             monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+            monkeypatch.setattr(torch.nn.functional, "gelu", lambda x: x)
+            monkeypatch.setattr(torch.Tensor, "npu", lambda self: self, raising=False)
+            monkeypatch.setattr(torch.Tensor, "__torch_function__", None)
+            monkeypatch.delattr(torch.Tensor, "backward")
+            monkeypatch.setattr(torch.nn.Module, "to", lambda self: self)
+
+        def test_without_gradients():
+            with torch.no_grad():
+                assert not torch.is_grad_enabled()
+
+        @pytest.fixture
+        def switches():
+            torch.set_deterministic_debug_mode("error")
+            torch.set_num_threads(THREADS + 1)
+            yield
+            torch.set_deterministic_debug_mode("default")
+            torch.set_num_threads(THREADS)
+
+        def test_switches(switches):
+            torch.ones(3).sum()
 
         @pytest.fixture
         def double():
@@ -164,7 +258,7 @@ def test_what_is_scoped_is_no_leak(pytester: pytest.Pytester) -> None:
             assert "colorsys" in sys.modules
         """,
     )
-    result.assert_outcomes(passed=5)
+    result.assert_outcomes(passed=7)
 
 
 def test_a_leaking_fixture_is_seen_at_its_test(pytester: pytest.Pytester) -> None:
@@ -281,6 +375,8 @@ PACKAGE = {
         sys.modules["afd_zoo.made"] = types.ModuleType("afd_zoo.made")
         def patched(): pass
         torch.cuda.afd_zoo = patched
+        torch.Tensor.afd_zoo = property(lambda self: 1)
+        torch.Tensor.afd_static = staticmethod(patched)
 
         @torch.library.custom_op("afd_zoo_custom::once", mutates_args=())
         def once(x: torch.Tensor) -> torch.Tensor:
