@@ -71,9 +71,11 @@ def _decode(raw: bytes, path: Path, number: int) -> str:
 def _parse(line: str, number: int) -> UserPrompt:
     """One line as a prompt; ``ValueError`` says what is wrong with it."""
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
+    except RecursionError as error:
+        raise ValueError("not JSON of a prompt (nested too deeply)") from error
     if not isinstance(value, dict):
         raise ValueError(f"a JSON object is wanted, not {_kind(value)}")
     if unknown := sorted(value.keys() - set(_KEYS)):
@@ -88,8 +90,25 @@ def _parse(line: str, number: int) -> UserPrompt:
         text = value["text"]
         if not isinstance(text, str) or not text:
             raise ValueError(f"text is {_kind(text)}; give a non-empty string")
+        if not _is_encodable(text):
+            raise ValueError("text holds half of a surrogate pair; write whole characters")
         return UserPrompt(name, text=text)
     return UserPrompt(name, token_ids=_token_ids(value["token_ids"]))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ``ValueError`` for a key that stands twice, of which one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} stands twice; give it once")
+    return found
+
+
+def _is_encodable(text: str) -> bool:
+    """Whether ``text`` is whole Unicode, as tokenizers want it."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

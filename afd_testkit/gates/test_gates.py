@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -12,12 +13,13 @@ from afd_testkit.engines.base import EngineConfig, PrefillEngine
 from afd_testkit.failure import failure_text
 from afd_testkit.gates.catalog import DEFAULT_ENGINE, GATES, needs_of, subjects
 from afd_testkit.gates.session import GateSession, Subject
+from afd_testkit.models import CheckpointError, check_checkpoint
 from afd_testkit.models.texts import paragraphs
 from afd_testkit.plugin import settings_key
 from afd_testkit.pool import EnginePool
 from afd_testkit.prompts import UserPrompt, load_prompts
 from afd_testkit.results import CheckResult, Outcome
-from afd_testkit.settings import Settings
+from afd_testkit.settings import BUILT_IN_ENGINES, Settings
 
 
 def _user_prompts(settings: Settings) -> tuple[UserPrompt, ...]:
@@ -28,6 +30,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test a subject, gate and case, in an order in which engines are shared."""
     settings = metafunc.config.stash[settings_key]
     engine = settings.engine or DEFAULT_ENGINE
+    _check_asked_for(metafunc.config, engine, settings)
     user = _user_prompts(settings)
     # Cases are known without an engine; a session that cannot start one is enough.
     planning = GateSession(start=_no_engine, paragraphs=(), user=user)
@@ -50,6 +53,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                     )
                 )
     metafunc.parametrize(("subject", "gate", "case"), parameters)
+
+
+def _check_asked_for(config: pytest.Config, engine: str, settings: Settings) -> None:
+    """An engine or checkpoint that cannot be used stops the run before it starts."""
+    known = sorted({name for names in config.hook.pytest_afd_engine_names() for name in names})
+    if engine not in known:
+        raise pytest.UsageError(
+            f"--afd-engine {engine!r} is served by no plugin; known names are {', '.join(known)}."
+        )
+    for model in settings.models:
+        # Another project's engine knows best what its checkpoints look like.
+        if engine in BUILT_IN_ENGINES and Path(model).is_dir():
+            try:
+                check_checkpoint(Path(model))
+            except CheckpointError as error:
+                raise pytest.UsageError(f"--afd-model: {error}") from error
 
 
 def _no_engine(config: EngineConfig) -> PrefillEngine:

@@ -55,6 +55,9 @@ def test_byte_order_mark_is_no_content(tmp_path: Path) -> None:
         ('{"text": "a", "name": ""}', "name is an empty string"),
         ('{"text": "a", "name": false}', "name is a boolean"),
         ('{"text": "a", "prompt": "b"}', "unknown key 'prompt'; known are name, text, token_ids"),
+        ('{"text": "a", "text": "b"}', "the key 'text' stands twice"),
+        ('{"text": "lone \\ud83d half"}', "text holds half of a surrogate pair"),
+        ("[" * 100_000, "not JSON of a prompt"),
         ('{"text": "b", "name": "line-1"}', "the name 'line-1' is used by an earlier line"),
     ],
 )
@@ -81,3 +84,8 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
         load_prompts(tmp_path / "gone.jsonl")
     with pytest.raises(PromptFileError, match=r"cannot be read: Is a directory"):
         load_prompts(tmp_path)
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"text": "\\ud83d\\ude00"}')
+    assert load_prompts(path)[0].text == "\U0001f600"
