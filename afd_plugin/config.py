@@ -98,10 +98,12 @@ class AFDConfig:
                 'it must be a mapping of options, for example {"async_moe_ubatching": true}.'
             )
         known = [option.name for option in fields(cls)]
-        unknown = sorted(f"{key} = {options[key]!r}" for key in options if key not in known)
+        unknown = sorted((key for key in options if key not in known), key=str)
         if unknown:
+            given = ", ".join(f"{key} = {options[key]!r}" for key in unknown)
             raise UnknownOption(
-                f'additional_config["afd"] has unknown key(s) {", ".join(unknown)}; '
+                f'additional_config["afd"] sets {given}: '
+                f"unknown key(s) {', '.join(map(str, unknown))}; "
                 f"known keys: {', '.join(known)}. Remove or correct them."
             )
         return cls(**cast(Mapping[str, Any], options))
@@ -113,5 +115,11 @@ class AFDConfig:
             raise OptionTypeError(
                 f"additional_config is {additional_config!r} "
                 f"({type(additional_config).__name__}); it must be a mapping with an 'afd' entry."
+            )
+        misspelt = [key for key in additional_config if str(key).lower() == "afd" and key != "afd"]
+        if misspelt:
+            raise UnknownOption(
+                f"additional_config has the key {misspelt[0]!r}; the options are read from 'afd'. "
+                "Write it in lower case."
             )
         return cls.from_options(additional_config.get("afd"))

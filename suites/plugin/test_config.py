@@ -131,21 +131,27 @@ def test_values_that_are_not_allowed(name: str, value: Any, allowed: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "said"),
     [
-        ({"async_moe_ubatch": True}, "async_moe_ubatch = True"),
-        ({"zeta": 1, "alpha": "2", "async_moe_split": "token"}, "alpha = '2', zeta = 1"),
-        ({1: 2}, "1 = 2"),
-        ({None: 2, "x": [1]}, "None = 2, x = [1]"),
-        ({"": 1}, " = 1"),
-        ({"self": None}, "self = None"),
+        (
+            {"async_moe_ubatch": True},
+            "sets async_moe_ubatch = True: unknown key(s) async_moe_ubatch",
+        ),
+        (
+            {"zeta": 1, "alpha": "2", "async_moe_split": "token"},
+            "sets alpha = '2', zeta = 1: unknown key(s) alpha, zeta",
+        ),
+        ({1: 2}, "sets 1 = 2: unknown key(s) 1"),
+        ({None: 2, "x": [1]}, "sets None = 2, x = [1]: unknown key(s) None, x"),
+        ({"": 1}, "sets  = 1: unknown key(s) "),
+        ({"self": None}, "sets self = None: unknown key(s) self"),
     ],
 )
-def test_unknown_keys_and_values_are_listed_with_the_known_keys(options: Any, named: str) -> None:
+def test_unknown_keys_and_values_are_listed_with_the_known_keys(options: Any, said: str) -> None:
     with pytest.raises(UnknownOption) as caught:
         AFDConfig.from_options(options)
     text = str(caught.value)
-    assert f"unknown key(s) {named};" in text
+    assert text.startswith(f'additional_config["afd"] {said}; known keys: ')
     for name in DEFAULTS:
         assert name in text
     assert "Remove or correct them" in text
@@ -172,3 +178,9 @@ def test_more_than_two_stages_has_a_class_of_its_own(
     with pytest.raises(OptionValueError) as caught:
         AFDConfig(async_moe_num_ubatches=stages)
     assert type(caught.value) is kind
+
+
+@pytest.mark.parametrize("key", ["AFD", "Afd"])
+def test_options_under_a_misspelt_key_are_not_silently_ignored(key: str) -> None:
+    with pytest.raises(UnknownOption, match=f"'{key}'.*'afd'"):
+        AFDConfig.from_additional_config({key: {"async_moe_ubatching": True}})
