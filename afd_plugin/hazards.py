@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from afd_plugin.batch import IntArray, ScheduledBatch
+from afd_plugin.batch import MAX_TOKENS, IntArray, ScheduledBatch
 from afd_plugin.errors import KVLayoutError
 from afd_plugin.plan import SplitPlan, nearest
 
@@ -26,11 +26,14 @@ class KVGroup:
     ``block_size``: tokens a block.  ``block_table``: [>= R, W] block ids, row r for request r.
     ``slot_mapping``: [>= T] slot (block id * block size + offset) that each batch token
     writes, negative where it writes none.  Numpy arrays or CPU tensors of whole numbers.
+    ``window``: positions that a token attends to, its own included, where the group's layers
+    have a sliding window.  Blocks before it may already belong to another request.
     """
 
     block_size: int
     block_table: Any
     slot_mapping: Any
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,10 +88,22 @@ def _array(name: str, value: Any, ndim: int) -> NDArray[Any]:
     return array
 
 
+def _whole(name: str, value: Any) -> int:
+    if (
+        not isinstance(value, int | np.integer)
+        or isinstance(value, bool)
+        or not 1 <= value <= MAX_TOKENS
+    ):
+        raise KVLayoutError(
+            f"{name} is {value!r}; give a whole number of tokens, 1 to {MAX_TOKENS}."
+        )
+    return int(value)
+
+
 def _check(batch: ScheduledBatch, group: KVGroup) -> tuple[NDArray[Any], NDArray[Any]]:
-    size = group.block_size
-    if not isinstance(size, int | np.integer) or isinstance(size, bool) or size < 1:
-        raise KVLayoutError(f"block_size is {size!r}; give a whole number of tokens, 1 or more.")
+    size = _whole("block_size", group.block_size)
+    if group.window is not None:
+        _whole("window", group.window)
     table = _array("block_table", group.block_table, 2)
     slots = _array("slot_mapping", group.slot_mapping, 1)
     if table.shape[0] < batch.num_reqs:
@@ -135,9 +150,14 @@ def _reads_of_writes(batch: ScheduledBatch, group: KVGroup) -> _Reads | None:
     written = slots[slots >= 0] // size
 
     computed = batch.num_computed_tokens[readers]
-    columns = -(-computed // size)
+    # The request's first new token looks back furthest: `window` positions up to its own.
+    first = np.maximum(computed - (group.window or MAX_TOKENS) + 1, 0)
+    begin = first // size
+    columns = -(-computed // size) - begin
     rows = np.repeat(np.arange(readers.size), columns)
-    column = np.arange(rows.size) - np.repeat(np.cumsum(columns) - columns, columns)
+    column = np.arange(rows.size) - np.repeat(np.cumsum(columns) - columns - begin, columns)
+    if column.size == 0:  # windows of one token read no context
+        return None
     block = table[readers[rows], column]
     if block.min() < 0:
         bad = int(readers[rows[np.argmax(block < 0)]])
@@ -151,7 +171,7 @@ def _reads_of_writes(batch: ScheduledBatch, group: KVGroup) -> _Reads | None:
     position = (column[:, None] * size + offset).ravel()
     slot = (block[:, None] * size + offset).ravel()
     row = np.repeat(rows, size)
-    inside = position < computed[row]
+    inside = (position >= first[row]) & (position < computed[row])
     position, slot, row = position[inside], slot[inside], row[inside]
     # Of several tokens that write a slot the last: a cut before it parts it from the reader.
     order = np.argsort(slots, kind="stable")

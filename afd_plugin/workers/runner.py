@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from vllm.forward_context import get_forward_context
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from afd_plugin import context, decision, pipeline
@@ -95,9 +96,15 @@ class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
 
     def _afd_kv_groups(self, slot_mappings: Mapping[int, Any]) -> list[KVGroup]:
         tables = self.input_batch.block_table.block_tables
+        specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         return [
-            KVGroup(table.block_size, table.get_numpy_array(), slot_mappings[index])
-            for index, table in enumerate(tables)
+            KVGroup(
+                table.block_size,
+                table.get_numpy_array(),
+                slot_mappings[index],
+                window=spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None,
+            )
+            for index, (table, spec) in enumerate(zip(tables, specs, strict=True))
         ]
 
     def _build_attention_metadata(

@@ -371,7 +371,7 @@ def both(group: KVGroup) -> list[Any]:
 @pytest.mark.parametrize("size", [0, -1, 1.5, 4.0, True, "4", None, np.float32(4)], ids=repr)
 def test_block_size_refused(size: Any) -> None:
     for call in both(KVGroup(size, SHARED.tables, SHARED.slots)):
-        with pytest.raises(KVLayoutError, match=r"block_size is .*1 or more") as caught:
+        with pytest.raises(KVLayoutError, match=r"block_size is .*1 to 2147483647") as caught:
             call()
         assert repr(size) in str(caught.value)
 
@@ -449,3 +449,43 @@ def test_a_layout_is_checked_even_without_context() -> None:
     plan = split_at(ScheduledBatch([2, 4]), 3)
     with pytest.raises(KVLayoutError, match="slot_mapping has 5 slots"):
         hazard_in(plan, [KVGroup(4, SHARED.tables, SHARED.slots[:5])])
+
+
+# Blocks of 4.  Request 0 continues at position 12; its first blocks were freed and given to
+# request 1, which writes them now.  Which of them it still reads depends on the window.
+WINDOWED = ScheduledBatch([2, 8], [12, 0])
+WINDOWED_TABLE = np.array([[1, 2, 3, 4], [1, 2, 0, 0]])
+WINDOWED_SLOTS = np.array([16, 17, 4, 5, 6, 7, 8, 9, 10, 11])
+
+
+@pytest.mark.parametrize(
+    ("window", "position"),
+    [(None, 4), (13, 4), (9, 4), (8, 5), (6, 7), (5, None), (1, None)],
+)
+def test_a_read_outside_of_the_sliding_window_is_none(
+    window: int | None, position: int | None
+) -> None:
+    """The token at 12 attends to positions 12 - window + 1 on; the cut is at token 6, so that
+    request 1 writes positions 4 to 7 (its tokens 6 to 9) in stage 1."""
+    group = KVGroup(4, WINDOWED_TABLE, WINDOWED_SLOTS, window=window)
+    hazard = hazard_in(split_at(WINDOWED, 6), [group])
+    assert (None if hazard is None else hazard.position) == position
+
+
+@pytest.mark.parametrize("window", [0, -1, 2.0, True, 2**31])
+def test_a_window_that_is_none(window: object) -> None:
+    group = KVGroup(4, WINDOWED_TABLE, WINDOWED_SLOTS, window=window)  # type: ignore[arg-type]
+    with pytest.raises(KVLayoutError, match="window is"):
+        hazard_in(split_at(WINDOWED, 6), [group])
+
+
+@pytest.mark.parametrize("size", [np.uint8(16), np.int8(16), np.int64(16)])
+def test_small_integer_types_of_the_block_size_do_not_overflow(size: object) -> None:
+    plan = split_at(ScheduledBatch([1, 8], [8, 0]), 5)
+    tables, slots = np.ones((2, 16), int), np.arange(9)
+    assert find_kv_hazard(
+        plan,
+        block_size=size,
+        block_tables=tables,
+        slot_mapping=slots,  # type: ignore[arg-type]
+    ) == find_kv_hazard(plan, block_size=16, block_tables=tables, slot_mapping=slots)

@@ -391,6 +391,50 @@ def test_each_stage_runs_in_a_context_of_its_own(inside: dict[str, Any]) -> None
     assert look["slots"] == [110, 110]
 
 
+def test_the_whole_of_a_split_step_has_no_metadata(inside: dict[str, Any]) -> None:
+    """So that whatever reads it outside of a stage fails instead of reading something wrong."""
+    assert inside["look"]["metadata_of_the_whole_step"] == [{}]
+
+
+@dataclasses.dataclass
+class Table:
+    """What the runner reads of one KV-cache group's block table."""
+
+    block_size: int
+    rows: Any
+
+    def get_numpy_array(self) -> Any:
+        return self.rows
+
+
+def test_every_kv_cache_group_is_looked_at(vllm_loaded: None) -> None:
+    from types import SimpleNamespace
+
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    from afd_plugin.workers.runner import TwoStageRunnerMixin
+
+    tables = [Table(16, np.ones((1, 2), np.int32)), Table(32, np.full((1, 1), 7, np.int32))]
+    batch = SimpleNamespace(block_table=SimpleNamespace(block_tables=tables))
+    window = SlidingWindowSpec(
+        block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=48
+    )
+    specs = [SimpleNamespace(kv_cache_spec=spec) for spec in (object(), window)]
+    runner = SimpleNamespace(
+        input_batch=batch, kv_cache_config=SimpleNamespace(kv_cache_groups=specs)
+    )
+    groups = TwoStageRunnerMixin._afd_kv_groups(runner, {0: "slots 0", 1: "slots 1"})
+    assert [group.block_size for group in groups] == [16, 32]
+    assert [group.slot_mapping for group in groups] == ["slots 0", "slots 1"]
+    assert [group.window for group in groups] == [None, 48]
+    assert [
+        group.block_table is table.rows for group, table in zip(groups, tables, strict=True)
+    ] == [
+        True,
+        True,
+    ]
+
+
 def test_nothing_is_left_after_a_split_step(inside: dict[str, Any]) -> None:
     assert all(inside["state_after_success"].values()), inside["state_after_success"]
 

@@ -160,12 +160,21 @@ class Inside:
         def hook(module: Any, args: Any) -> None:
             seen.append((current_stage(), get_forward_context()))
 
+        whole_step: list[Any] = []
+        forward = self.runner._model_forward
+
+        def watched_forward(**inputs: Any) -> Any:
+            whole_step.append(get_forward_context().attn_metadata)
+            return forward(**inputs)
+
+        self.runner._model_forward = watched_forward
         handle = self.runner.model.model.layers[0].register_forward_pre_hook(hook)
         for index, (builder, build) in enumerate(originals):
             builder.build = watched(index, build)
         try:
             self.run()
         finally:
+            del self.runner._model_forward
             handle.remove()
             for builder, _ in originals:
                 del builder.build
@@ -173,6 +182,7 @@ class Inside:
         layers = sorted(one.attn_metadata)
         return {
             "stages": [first, second],
+            "metadata_of_the_whole_step": whole_step,
             "built": built,
             "layers": layers,
             "layers_of_model": sorted(self.runner.kv_cache_config.kv_cache_groups[0].layer_names),
