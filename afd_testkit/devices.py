@@ -180,7 +180,13 @@ def _amx(_amount: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
 
 BUILT_IN = (
     Need("cpu", "needs torch, on any host", "tox -e cpu", _installed("torch"), imports="torch"),
-    Need("vllm", f"needs vLLM {PINNED_VLLM}", "tox -e vllm", _vllm, imports="torch"),
+    Need(
+        "vllm",
+        f"needs vLLM {PINNED_VLLM}",
+        "tox -e vllm; the gates: tox -e gate",
+        _vllm,
+        imports="torch",
+    ),
     Need(
         "ascend",
         "needs vLLM-Ascend; its NPU may be emulated",
