@@ -26,6 +26,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from afd_testkit.own_code import Relation
 from afd_testkit.results import CheckResult
 from afd_testkit.results_folder import (
     ResultsFolderError,
@@ -98,6 +99,7 @@ def build_record(run: RunInfo, checks: Sequence[CheckResult]) -> dict[str, Any]:
         "interrupted": run.interrupted,
         "command": run.command,
         "source": asdict(run.source),
+        "code": asdict(run.code),
         "versions": run.versions,
         "machine": asdict(run.machine),
         "topology": asdict(run.topology),
@@ -248,7 +250,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def _contradiction(record: Mapping[str, Any]) -> str:
-    """Where outcomes, summary and verdict do not follow from each other; empty if they do."""
+    """Where commit, outcomes, summary and verdict contradict each other; empty if they do not."""
+    commit, checkout = record["source"]["commit"], record["code"]["checkout"]
+    if (commit is None) != (checkout in (Relation.DIFFERS, Relation.NONE)):
+        return f"at $.source.commit: {commit!r}, but $.code.checkout is {checkout!r}"
     for number, check in enumerate(record["checks"]):
         if check["outcome"] == "passed" and not all(c["ok"] for c in check["comparisons"]):
             return f"at $.checks[{number}].outcome: 'passed', but a comparison is not ok"

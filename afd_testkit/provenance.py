@@ -59,7 +59,8 @@ class Source:
     """The checkout a run was started in.
 
     ``dirty``: tracked files differ from ``commit``.  ``untracked``: files that git neither
-    tracks nor ignores.  All three are ``None`` where git could not tell, and ``note`` says why.
+    tracks nor ignores.  All three are ``None`` where git could not tell, or where the code that
+    ran is not that of the checkout (see ``own_code``), and ``note`` says why.
     """
 
     commit: str | None
@@ -80,22 +81,26 @@ class Machine:
     cpu_flags: tuple[str, ...]
 
 
-def read_source(directory: Path) -> Source:
-    """Commit and state of the git checkout that holds ``directory``."""
+def read_source(directory: Path) -> tuple[Source, Path | None]:
+    """Commit and state of the git checkout that holds ``directory``, and its root folder.
+
+    The root is ``None`` where git could not tell.
+    """
     try:
         commit = _git(directory, "rev-parse", "--verify", "HEAD")
         status = _git(directory, "status", "--porcelain", "--untracked-files=all")
+        root = Path(_git(directory, "rev-parse", "--show-toplevel"))
     except FileNotFoundError:
-        return Source(None, None, None, "git is not installed, or the folder does not exist")
+        return Source(None, None, None, "git is not installed, or the folder does not exist"), None
     except subprocess.TimeoutExpired:
-        return Source(None, None, None, f"git did not answer within {_GIT_SECONDS:.0f} s")
+        return Source(None, None, None, f"git did not answer within {_GIT_SECONDS:.0f} s"), None
     except subprocess.CalledProcessError as error:
         said = error.stderr.strip().splitlines()
         reason = said[0] if said else f"exit code {error.returncode}"
-        return Source(None, None, None, f"git says {reason!r}")
+        return Source(None, None, None, f"git says {reason!r}"), None
     lines = status.splitlines()
     untracked = sum(line.startswith("??") for line in lines)
-    return Source(commit, dirty=len(lines) > untracked, untracked=untracked)
+    return Source(commit, dirty=len(lines) > untracked, untracked=untracked), root
 
 
 def _git(directory: Path, *arguments: str) -> str:

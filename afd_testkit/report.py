@@ -19,6 +19,7 @@ from afd_testkit.failure import (
     title,
     what,
 )
+from afd_testkit.own_code import Relation
 from afd_testkit.results import CheckResult, Comparison, Outcome
 from afd_testkit.summary import (
     NO_ENGINE,
@@ -114,6 +115,8 @@ def _head(checks: Sequence[CheckResult], run: RunInfo) -> list[Text]:
         if run.versions.get(name)
     )
     parts.append(_text(_provenance(run, stack or "no torch"), crop=True))
+    if run.code.checkout is Relation.DIFFERS:
+        parts.append(_text(f"NO COMMIT IS CERTIFIED: {run.source.note}", _STYLE[Verdict.FAILED]))
     return parts
 
 
@@ -128,6 +131,8 @@ def _provenance(run: RunInfo, stack: str) -> str:
     if not commit:
         return f"{stack} · run {run.run_id} · no commit ({run.source.note})"
     dirty = " + uncommitted changes" if run.source.dirty else ""
+    if run.code.checkout is Relation.ANOTHER_PROJECT:
+        dirty += f" of another project · gates {run.code.version} {run.code.sha256[:12]}"
     return f"commit {commit[:12]}{dirty} · {stack} · run {run.run_id}"
 
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from afd_testkit.own_code import Code, identify
 from afd_testkit.provenance import Machine, Source, read_machine, read_source, read_versions
 from afd_testkit.results import CheckResult
 from afd_testkit.summary import Judgement, count_outcomes, judge
@@ -42,6 +43,7 @@ class RunInfo:
     started: str
     command: tuple[str, ...]
     source: Source
+    code: Code
     versions: Mapping[str, str | None]
     machine: Machine
     configuration: Mapping[str, Any] = field(default_factory=dict)
@@ -67,11 +69,13 @@ class RunInfo:
         ``versions`` adds to the installed versions that are read here.
         """
         now = datetime.now(UTC)
+        source, code = identify(*read_source(directory or Path.cwd()))
         return cls(
             run_id=f"{now:%Y%m%dT%H%M%S}-{os.getpid()}-{secrets.token_hex(4)}",
             started=timestamp(now),
             command=tuple(command),
-            source=read_source(directory or Path.cwd()),
+            source=source,
+            code=code,
             versions=read_versions(versions),
             machine=read_machine(),
             configuration=dict(configuration or {}),

