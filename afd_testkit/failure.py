@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from afd_testkit.results import CheckResult, Comparison, Outcome
+from afd_testkit.results import CheckResult, Comparison, Outcome, Worst
 from afd_testkit.summary import NO_ENGINE, severity
 
 _MOST_COMPARISONS = 4
@@ -58,15 +58,17 @@ def what(comparison: Comparison) -> str:
 
 
 def place(comparison: Comparison) -> str:
-    """Where it went furthest: request, token, stage and index; empty where that is not known."""
-    worst = comparison.worst
-    if worst is None:
-        return ""
-    token = f"request {worst.request!r}, token {worst.token}"
-    if comparison.quantity == "greedy":  # sampled after the whole step, from one row
+    """Where it went furthest: request, token, stage, layer and index; empty where not known."""
+    return "" if comparison.worst is None else _position(comparison.worst, comparison.quantity)
+
+
+def _position(at: Worst, quantity: str) -> str:
+    token = f"request {at.request!r}, token {at.token}"
+    if quantity == "greedy":  # sampled after the whole step, from one row
         return token
-    stage = "in an unsplit step" if worst.stage is None else f"stage {worst.stage}"
-    return f"{token}, {stage}, index {worst.index}"
+    stage = "in an unsplit step" if at.stage is None else f"stage {at.stage}"
+    layer = "" if at.layer is None else f", layer {at.layer}"
+    return f"{token}, {stage}{layer}, index {at.index}"
 
 
 def failing(check: CheckResult) -> list[Comparison]:
@@ -75,7 +77,7 @@ def failing(check: CheckResult) -> list[Comparison]:
 
 
 def failure_text(check: CheckResult) -> str:
-    """What failed, worst position, actual, expected, tolerance, noise, and how to repeat it.
+    """What failed, worst and first position, actual, expected, tolerance, noise, how to repeat it.
 
     Every failing comparison has its block, at most four of them.  ``check.message`` is
     appended, unless it is itself a text made here.
@@ -106,6 +108,10 @@ def _block(comparison: Comparison) -> list[str]:
         lines += _labelled("worst", place(comparison))
         lines += _labelled("actual", f"{worst.actual!r}")
         lines += _labelled("expected", f"{worst.expected!r}")
+    if comparison.first is not None:
+        same = comparison.first == worst
+        where = "the same" if same else _position(comparison.first, comparison.quantity)
+        lines += _labelled("first", f"beyond the limit: {where}")
     rule = f" ({comparison.rule})" if comparison.rule else ""
     lines += _labelled("tolerance", f"{number(comparison.tolerance)}{rule}")
     noise = "not measured" if comparison.noise is None else number(comparison.noise)

@@ -53,8 +53,10 @@ def check_from_dict(data: dict[str, Any]) -> CheckResult:
     from afd_testkit.results import CheckResult, Comparison, Outcome, Profile, StageBalance, Worst
 
     def comparison(entry: dict[str, Any]) -> Comparison:
-        worst = entry["worst"]
-        return Comparison(**{**entry, "worst": None if worst is None else Worst(**worst)})
+        places = {
+            key: None if entry[key] is None else Worst(**entry[key]) for key in ("worst", "first")
+        }
+        return Comparison(**{**entry, **places})
 
     def balance(entry: dict[str, Any]) -> StageBalance:
         pairs = {key: tuple(entry[key]) for key in ("tokens", "input_tokens")}

@@ -23,10 +23,11 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Worst:
-    """The position with the largest excess: which request, prompt token and stage, and both values.
+    """A position: which request, prompt token and stage, and both values.
 
     ``stage`` is 0 or 1 when the token ran in that stage, ``None`` when its step was not split.
     ``index`` is the place inside the compared row (vocabulary id, hidden unit, KV column).
+    ``layer`` is the attention layer of a KV row, from 0, and ``None`` for other quantities.
     """
 
     request: str
@@ -35,6 +36,7 @@ class Worst:
     index: int
     actual: float
     expected: float
+    layer: int | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Comparison:
     unit (nats for log-probabilities).  ``noise`` is what the engine itself varies by,
     measured in the same session (``None`` where no noise was measured).
     ``rule`` says in words how tolerance and noise were combined into the limit.
+    ``worst`` is where the difference is largest.  ``first``, of a comparison that is not ok, is
+    the first position beyond the limit, in the order of requests, tokens and layers.
     """
 
     quantity: str  # "logprob" | "kv" | "hidden" | "greedy" | "chunks" | ...
@@ -56,6 +60,7 @@ class Comparison:
     ok: bool
     compared: int  # number of scalars compared
     worst: Worst | None = None
+    first: Worst | None = None
 
 
 @dataclass(frozen=True)

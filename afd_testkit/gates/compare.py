@@ -7,7 +7,7 @@ for positions C..P-1, the KV cache for all of 0..P-1.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,12 +25,16 @@ class NotComparable(ValueError):
 
 @dataclass(frozen=True)
 class Rows:
-    """One quantity of one request: [N, W] rows from prompt position ``first`` on."""
+    """One quantity of one request: [N, W] rows from prompt position ``first`` on.
+
+    ``layer`` is that of KV rows, from 0, and ``None`` for other quantities.
+    """
 
     request: str
     first: int
     actual: FloatArray
     expected: FloatArray
+    layer: int | None = None
 
     def difference(self) -> NDArray[np.float64]:
         """[N, W] absolute differences; a NaN or a lone infinity counts as infinite."""
@@ -52,8 +56,8 @@ def _overlap(
             raise NotComparable(
                 f"{name}: {len(actual.kv)} layers of KV rows against {len(expected.kv)}"
             )
-        for left, right in zip(actual.kv, expected.kv, strict=True):
-            yield _checked(Rows(name, 0, left, right), quantity)
+        for layer, (left, right) in enumerate(zip(actual.kv, expected.kv, strict=True)):
+            yield _checked(Rows(name, 0, left, right, layer), quantity)
         return
     first = max(actual.cached_tokens, expected.cached_tokens)
     left = getattr(actual, "logprobs" if quantity == "logprob" else quantity)
@@ -143,15 +147,40 @@ def stages_of(run: RunResult) -> dict[str, NDArray[np.int8]]:
 
 def _worst(rows: Rows, diff: NDArray[np.float64], stages: Mapping[str, NDArray[np.int8]]) -> Worst:
     row, column = np.unravel_index(int(diff.argmax()), diff.shape)
-    token = rows.first + int(row)
+    return _position(rows, int(row), int(column), stages)
+
+
+def _first(
+    rows: Sequence[Rows],
+    diffs: Sequence[NDArray[np.float64]],
+    limit: float,
+    stages: Mapping[str, NDArray[np.int8]],
+) -> Worst | None:
+    """The first position beyond ``limit``: by request, then token, layer and index."""
+    order = {name: number for number, name in enumerate(dict.fromkeys(r.request for r in rows))}
+    found: list[tuple[int, int, int]] = []  # request, token, place in rows (which has the layer)
+    for place, (each, diff) in enumerate(zip(rows, diffs, strict=True)):
+        beyond = (diff > limit).any(axis=1)
+        if beyond.any():
+            found.append((order[each.request], each.first + int(beyond.argmax()), place))
+    if not found:
+        return None
+    _, token, place = min(found)
+    row = token - rows[place].first
+    return _position(rows[place], row, int((diffs[place][row] > limit).argmax()), stages)
+
+
+def _position(rows: Rows, row: int, column: int, stages: Mapping[str, NDArray[np.int8]]) -> Worst:
+    token = rows.first + row
     stage = int(stages[rows.request][token])
     return Worst(
         request=rows.request,
         token=token,
         stage=None if stage < 0 else stage,
-        index=int(column),
+        index=column,
         actual=float(rows.actual[row, column]),
         expected=float(rows.expected[row, column]),
+        layer=rows.layer,
     )
 
 
@@ -172,16 +201,18 @@ def compare(
         diffs = [each.difference() for each in rows]
         place = int(np.argmax([diff.max() for diff in diffs]))
         compared = sum(diff.size for diff in diffs)
-        found.append(
-            _comparison(
-                quantity,
-                float(diffs[place].max()),
-                limits[quantity],
-                noise.maximum[quantity],
-                compared,
-                _worst(rows[place], diffs[place], stages),
-            )
+        comparison = _comparison(
+            quantity,
+            float(diffs[place].max()),
+            limits[quantity],
+            noise.maximum[quantity],
+            compared,
+            _worst(rows[place], diffs[place], stages),
         )
+        if not comparison.ok:
+            first = _first(rows, diffs, comparison.limit, stages)
+            comparison = replace(comparison, first=first)
+        found.append(comparison)
         mean = f"{quantity} mean"
         if mean in limits:
             found.append(
@@ -229,24 +260,28 @@ def _greedy(
     of its best one does not count."""
     by_name = {request.name: request for request in expected.requests}
     worst: Worst | None = None
+    first: Worst | None = None
     largest = 0.0
     for request in actual.requests:
         other = by_name[request.name]
         if request.greedy_token == other.greedy_token:
             continue
         behind = lead(other.logprobs[-1], request.greedy_token)
-        if behind > noise and behind >= largest:
-            largest = behind
-            token = len(request.token_ids) - 1
-            stage = int(stages[request.name][token])
-            worst = Worst(
-                request=request.name,
-                token=token,
-                stage=None if stage < 0 else stage,
-                index=0,
-                actual=request.greedy_token,
-                expected=other.greedy_token,
-            )
+        if behind <= noise:
+            continue
+        token = len(request.token_ids) - 1
+        stage = int(stages[request.name][token])
+        at = Worst(
+            request=request.name,
+            token=token,
+            stage=None if stage < 0 else stage,
+            index=0,
+            actual=request.greedy_token,
+            expected=other.greedy_token,
+        )
+        first = first or at
+        if behind >= largest:
+            largest, worst = behind, at
     return Comparison(
         quantity="greedy",
         max_diff=largest,
@@ -257,6 +292,7 @@ def _greedy(
         ok=worst is None,
         compared=len(actual.requests),
         worst=worst,
+        first=first,
     )
 
 

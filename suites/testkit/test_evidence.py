@@ -89,7 +89,9 @@ GOOD = {
                         "index": 7,
                         "actual": "-Infinity",
                         "expected": -1.5,
+                        "layer": None,
                     },
+                    "first": None,
                 }
             ],
             "balance": [
@@ -230,7 +232,9 @@ BAD = [
     (at(*C, "comparisons", 0, "noise"), "small", "$.checks[0].comparisons[0].noise"),
     (at(*C, "comparisons", 0, "compared"), -1, "$.checks[0].comparisons[0].compared"),
     (at(*C, "comparisons", 0, "worst", "token"), 1.5, "$.checks[0].comparisons[0].worst.token"),
-    (at(*C, "comparisons", 0, "worst", "layer"), 1, "$.checks[0].comparisons[0].worst"),
+    (at(*C, "comparisons", 0, "worst", "head"), 1, "$.checks[0].comparisons[0].worst"),
+    (at(*C, "comparisons", 0, "worst", "layer"), -1, "$.checks[0].comparisons[0].worst.layer"),
+    (at(*C, "comparisons", 0, "first"), ..., "$.checks[0].comparisons[0]"),
     (at(*C, "balance", 0, "policy"), "token", "$.checks[0].balance[0].policy"),
     (at(*C, "balance", 0, "tokens", 1), -101, "$.checks[0].balance[0].tokens[1]"),
     (at(*C, "profile", "difference", 2), "inf", "$.checks[0].profile.difference[2]"),

@@ -11,7 +11,7 @@ import pytest
 from afd_testkit.engines.base import RequestResult, RunResult, ScheduledRequest, StepRecord
 from afd_testkit.gates.compare import Noise, NotComparable, compare, lead, profile, stages_of
 from afd_testkit.gates.tolerances import Tolerance, UnknownTolerance, tolerances
-from afd_testkit.results import Comparison
+from afd_testkit.results import Comparison, Worst
 
 pytestmark = pytest.mark.cpu
 
@@ -66,6 +66,51 @@ def test_one_wrong_number_is_found_and_named(quantity: str, off: float, ok: bool
         2,
         1,
     )
+
+
+def test_the_first_place_beyond_the_limit_comes_by_request_token_and_layer() -> None:
+    good = (request("r0"), request("r1", length=6))
+    bad = (request("r0"), request("r1", length=6))
+    for array in (*(g.kv[n] for g in (*good, *bad) for n in (0, 1)),):
+        array[:] = 0.0
+    bad[0].kv[0][0, 0] = 9e-6  # within the limit
+    bad[1].kv[0][4, 1] = 8.0  # the largest, but later
+    bad[1].kv[0][3, 1] = 0.5
+    bad[1].kv[1][3, 0] = 2.0  # same token, later layer
+    step = StepRecord(
+        (ScheduledRequest("r0", 0, 4), ScheduledRequest("r1", 0, 6)), {"cut": 7}, (7, 3)
+    )
+    found = by_quantity(run(*bad, steps=(step,)), run(*good))
+    assert found["kv"].worst == Worst("r1", 4, 1, 1, 8.0, 0.0, layer=0)
+    assert found["kv"].first == Worst("r1", 3, 1, 1, 0.5, 0.0, layer=0)
+    assert (found["logprob"].first, found["hidden"].first) == (None, None)
+    bad[1].kv[1][2, 0] = 0.25  # an earlier token of the later layer comes first
+    found = by_quantity(run(*bad, steps=(step,)), run(*good))
+    assert found["kv"].first == Worst("r1", 2, 0, 0, 0.25, 0.0, layer=1)
+    bad[0].kv[1][3, 1] = 0.125  # and an earlier request before that
+    found = by_quantity(run(*bad, steps=(step,)), run(*good))
+    assert found["kv"].first == Worst("r0", 3, 0, 1, 0.125, 0.0, layer=1)
+
+
+def test_the_first_place_after_a_hit_is_a_prompt_position() -> None:
+    good, bad = request(cached=1), request(cached=1)
+    bad.hidden[1, 2] += 1.0
+    bad.hidden[2, 0] += 2.0
+    first = by_quantity(run(bad), run(good))["hidden"].first
+    assert (first.token, first.index, first.layer) == (2, 2, None)
+    bad.hidden[0, 1] = np.nan
+    first = by_quantity(run(bad), run(good))["hidden"].first
+    assert (first.token, first.index) == (1, 1)
+
+
+def test_the_first_flip_is_told_beside_the_worst() -> None:
+    logprobs = np.array([[0.0, -1.0, -3.0, -6.0, -7.0]])
+    good = [request(name, length=1, logprobs=logprobs, greedy_token=0) for name in "abc"]
+    bad = [replace(each, greedy_token=flip) for each, flip in zip(good, (0, 1, 2), strict=True)]
+    found = by_quantity(run(*bad), run(*good))["greedy"]
+    assert (found.first.request, found.worst.request) == ("b", "c")
+    assert found.max_diff == 3.0
+    assert by_quantity(run(*good), run(*good))["greedy"].first is None
 
 
 def test_nan_in_both_is_still_wrong() -> None:

@@ -102,10 +102,11 @@ def outcomes(record: dict[str, Any]) -> dict[str, list[str]]:
 
 def test_a_check_survives_the_way_to_the_controller() -> None:
     worst = Worst("r", 3, 1, 7, 0.5, 0.25)
+    first = Worst("q", 2, None, 0, 0.5, 0.4, layer=1)
     result = CheckResult(
         *("split", "mine", "tiny", "float32", "case", "token", Outcome.FAILED),
         comparisons=(
-            Comparison("logprob", 0.25, 1e-5, 1e-5, 1e-7, "rule", False, 12, worst),
+            Comparison("logprob", 0.25, 1e-5, 1e-5, 1e-7, "rule", False, 12, worst, first),
             Comparison("kv", 0.0, 0.0, 0.0, None, "rule", True, 12),
         ),
         balance=(StageBalance("token_balanced_tp", (3, 4), (4, 4), True, None, "hazard"),),

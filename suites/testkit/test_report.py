@@ -124,6 +124,18 @@ def test_failure_text_says_everything_in_its_order():
     )
 
 
+def test_failure_text_tells_the_first_place_beyond_the_limit_and_its_layer():
+    first = Worst("r1", 35, 1, 2, 1.0, 2.0, layer=0)
+    comparison = dataclasses.replace(WRONG, first=first)
+    text = failure_text(dataclasses.replace(FAILED, comparisons=(comparison,)))
+    told = "  first     beyond the limit: request 'r1', token 35, stage 1, layer 0, index 2\n"
+    assert told in text
+    alone = dataclasses.replace(WRONG, first=WRONG.worst)
+    text = failure_text(dataclasses.replace(FAILED, comparisons=(alone,)))
+    assert "  first     beyond the limit: the same\n" in text
+    assert "beyond" not in failure_text(FAILED)
+
+
 def test_failure_text_of_a_step_that_was_not_split_and_of_noise_not_measured():
     worst = dataclasses.replace(WRONG.worst, stage=None, actual=math.nan)
     comparison = dataclasses.replace(WRONG, worst=worst, noise=None, max_diff=math.nan)
