@@ -51,7 +51,7 @@ _STYLE = {
 }
 _LEGEND = (
     "Read: diff must stay within limit (! where not); noise is what the engine varies by on the "
-    "same input; steps are those really split, and cut inside a request: 0 prove nothing."
+    "same prompts; steps are those really split, and cut inside a request: 0 prove nothing."
 )
 
 
