@@ -18,6 +18,7 @@ from afd_testkit.gates.session import (
     need_split,
     run_check,
     salted,
+    variant,
 )
 from afd_testkit.gates.workloads import USER
 from afd_testkit.results import CheckResult
@@ -76,8 +77,7 @@ def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResu
             _check_chunks(check, result, prompts, size)
             _check_split(check, result, split)
 
-        name = split.policy + (f", alignment {split.alignment}" if split.policy == "token" else "")
-        yield run_check(session, NAME, subject, case, name, body)
+        yield run_check(session, NAME, subject, case, variant(split), body)
 
 
 def _check_chunks(check: Check, result: RunResult, prompts: Sequence[Prompt], size: int) -> None:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 from afd_testkit.engines.base import Prompt, RunResult, SplitSetting
 from afd_testkit.gates.session import (
-    Baseline,
     Check,
     GateSession,
     Subject,
     need_split,
     run_check,
+    variant,
 )
 from afd_testkit.gates.workloads import USER, Corpus
 from afd_testkit.results import CheckResult
@@ -75,10 +75,7 @@ def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResu
                     runs = _family_body(check, int(case.split()[0]), split, state)
                 need_split(check, runs, split)
 
-            name = f"{state}, {split.policy}" + (
-                f", alignment {split.alignment}" if split.policy == "token" else ""
-            )
-            yield run_check(session, NAME, subject, case, name, body)
+            yield run_check(session, NAME, subject, case, f"{state}, {variant(split)}", body)
 
 
 def _family_body(check: Check, ratio: int, split: SplitSetting, state: str) -> list[RunResult]:
@@ -163,14 +160,12 @@ def _same_step(session: GateSession, subject: Subject, case: str) -> Iterator[Ch
             engine.reset_prefix_cache()
             result = check.run(engine, prompts, split)
             check.compare(result, baseline)
-            _check_hazard(check, result, baseline, split, ending)
+            _check_hazard(check, result, split, ending)
 
         yield run_check(session, NAME, subject, case, split.policy, body)
 
 
-def _check_hazard(
-    check: Check, result: RunResult, baseline: Baseline, split: SplitSetting, ending: str
-) -> None:
+def _check_hazard(check: Check, result: RunResult, split: SplitSetting, ending: str) -> None:
     """The dependency really stood in one step, and the splitter named and avoided it."""
     reader, writer = result.requests[2], result.requests[1]
     check.facts["realized_percent"] = round(_realized(result), 1)

@@ -80,11 +80,6 @@ def _check_step(check: Check, step: StepRecord, split: SplitSetting) -> None:
     )
 
 
-def variant(split: SplitSetting) -> str:
-    """How a setting is called in results."""
-    return f"{split.policy}, alignment {split.alignment}"
-
-
 def run(
     session: GateSession, subject: Subject, case: str, settings: Sequence[SplitSetting] = SETTINGS
 ) -> Iterator[CheckResult]:
@@ -105,4 +100,6 @@ def run(
             if session.user:
                 need_split(check, [result], split)
 
-        yield run_check(session, NAME, subject, case, variant(split), body)
+        yield run_check(
+            session, NAME, subject, case, f"{split.policy}, alignment {split.alignment}", body
+        )

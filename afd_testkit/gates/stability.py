@@ -59,14 +59,14 @@ def _alone(session: GateSession, subject: Subject, rounds: list[tuple[Prompt, ..
     """Every prompt by itself, twice; computed once a session."""
     named = {prompt.name: prompt for batch in rounds for prompt in batch}
     prompts = tuple(named.values())
-    key = (subject, f"alone: {prompts!r}")
-    if key not in session.baselines:
+
+    def measure() -> Baseline:
         engine = session.stock(subject)
         runs = [joined([engine.run([prompt]) for prompt in prompts], prompts) for _ in range(2)]
         together = engine.run(prompts)
-        noise = Noise.between([(runs[1], runs[0]), (together, runs[0])])
-        session.baselines[key] = Baseline(runs[0], runs[1], together, noise)
-    return session.baselines[key]
+        return Baseline(runs[0], together, Noise.between([(runs[1], runs[0]), (together, runs[0])]))
+
+    return session.once(subject, f"alone: {prompts!r}", measure)
 
 
 def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResult]:
@@ -122,4 +122,4 @@ def _setting(number: int) -> SplitSetting:
 
 def _as_baseline(run: RunResult) -> Baseline:
     """An earlier result of the same prompts, with no noise of its own to excuse a difference."""
-    return Baseline(run, run, run, Noise.between([(run, run)]))
+    return Baseline(run, run, Noise.between([(run, run)]))

@@ -189,3 +189,17 @@ def test_prompts_of_the_user_that_can_be_cut_are_judged() -> None:
 )
 def test_expected_cut_by_hand(tokens: int, alignment: int, cut: int | None) -> None:
     assert expected_cut(tokens, alignment) == cut
+
+
+def spoiled(run: RunResult) -> RunResult:
+    for request in run.requests:
+        request.logprobs[-1, 0] += 0.5
+    return run
+
+
+@pytest.mark.parametrize(
+    ("gate", "case"), [("split", "user-prompts"), ("chunked", "user-prompts, chunks of 64")]
+)
+def test_a_difference_is_a_failure_also_where_the_rest_does_not_apply(gate: str, case: str) -> None:
+    one = session(spoiled, user=user(1), rounds=2)
+    assert outcomes(list(GATES[gate].run(one, SUBJECT, case))) == {Outcome.FAILED}
