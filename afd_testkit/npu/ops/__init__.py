@@ -1,0 +1,1 @@
+"""Reference operators in plain PyTorch, one file a family."""
