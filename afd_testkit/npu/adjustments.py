@@ -1,0 +1,40 @@
+"""What must be adjusted in vLLM and vLLM-Ascend themselves, each with its reason.
+
+Pinned: vLLM 0.23.0, vLLM-Ascend 0.23.0.post1.  Each adjustment goes away when its reason does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from afd_testkit.npu.errors import NotEmulated
+from afd_testkit.npu.finder import Adjust
+from afd_testkit.npu.patches import PatchSet
+from afd_testkit.npu.settings import EmulationSettings
+
+KERNEL = "_compute_slot_mapping_kernel"
+
+
+def adjustments(patches: PatchSet, settings: EmulationSettings) -> Mapping[str, Adjust]:
+    """By module name, what is done to it after its import."""
+
+    def slot_mapping(module: ModuleType) -> None:
+        # The one triton kernel on the path; there is no triton on a host, and vLLM carries a
+        # function with the same signature for its own CPU backend.
+        from vllm.utils.cpu_triton_utils import compute_slot_mapping_kernel
+
+        if KERNEL not in vars(module):
+            raise NotEmulated(f"{module.__name__} no longer has {KERNEL}.")
+        patches.attribute(module, KERNEL, compute_slot_mapping_kernel)
+
+    def build_info(module: Any) -> None:
+        # Written when vLLM-Ascend was built, for the SoC that the build was told.
+        patches.attribute(module, "__device_type__", settings.soc)
+
+    return {
+        "vllm.v1.worker.block_table": slot_mapping,
+        "vllm_ascend.worker.block_table": slot_mapping,
+        "vllm_ascend._build_info": build_info,
+    }

@@ -1,0 +1,83 @@
+"""What is emulated: SoC, number of devices, stream checking.
+
+Settings travel to worker processes in environment variables, so that every process that is
+started under the emulation emulates the same thing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from afd_testkit.npu.errors import EmulationError
+
+#: ``1`` in processes that run on the emulated NPU; device evidence cannot come from them.
+EMULATED = "AFD_NPU_EMULATED"
+PREFIX = "AFD_NPU_"
+
+
+@dataclass(frozen=True)
+class SoC:
+    """A system on chip as vLLM-Ascend tells it apart.
+
+    ``version``: what ``torch_npu.npu.get_soc_version()`` answers; vLLM-Ascend 0.23.0 takes
+    220-225 for A2 and 250-255 for A3.  ``memory``: bytes of one device.
+    """
+
+    name: str
+    device: str
+    version: int
+    memory: int
+
+
+# Device names and memory as in Huawei's product pages: Atlas A2 910B1, Atlas A3 9391.
+SOCS = {
+    "A2": SoC("A2", "Ascend910B1", 220, 64 << 30),
+    "A3": SoC("A3", "Ascend910_9391", 250, 64 << 30),
+}
+STREAM_MODES = ("off", "check")
+
+
+@dataclass(frozen=True)
+class EmulationSettings:
+    """``soc``: ``A2`` or ``A3``.  ``devices``: how many this host shows.  ``streams``: ``off``
+    or ``check``, the happens-before checker."""
+
+    soc: str = "A2"
+    devices: int = 8
+    streams: str = "off"
+
+    def __post_init__(self) -> None:
+        if self.soc not in SOCS:
+            raise EmulationError(f"SoC {self.soc!r} is not emulated; choose {' or '.join(SOCS)}.")
+        if self.streams not in STREAM_MODES:
+            raise EmulationError(
+                f"stream mode {self.streams!r} is unknown; choose {' or '.join(STREAM_MODES)}."
+            )
+        if not 1 <= self.devices <= 64:
+            raise EmulationError(f"{self.devices} devices; emulate from 1 to 64.")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> EmulationSettings:
+        """The settings that ``environment`` carries, defaults for what it does not say."""
+        given: dict[str, str | int] = {}
+        for field in fields(cls):
+            text = environment.get(PREFIX + field.name.upper())
+            if text is not None:
+                given[field.name] = _number(field.name, text) if field.name == "devices" else text
+        return cls(**given)  # type: ignore[arg-type]
+
+    def as_environment(self) -> dict[str, str]:
+        """The variables that carry these settings to a child process."""
+        carried = {PREFIX + field.name.upper(): str(getattr(self, field.name)) for field in fields(self)}
+        return {EMULATED: "1", **carried}
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise EmulationError(
+            f"{PREFIX}{name.upper()}={text!r} is no whole number; give one such as 8."
+        ) from None
