@@ -1,0 +1,506 @@
+"""Streams and events of the emulated NPU: the surface of ``torch.npu``, without a device.
+
+Kernels run on the host when they are called, so a stream holds no work and every wait returns at
+once.  What is real is the bookkeeping: each thread has a current device and, for each device, a
+current stream; events know whether, where and when they were recorded.  Whoever wants to judge
+the *order* that a program asks for observes it (:func:`observe`); without an observer nothing is
+recorded.
+
+Where this differs from a device:
+
+- every ``Stream()`` is a stream of its own; a device hands out a pool of them and may give two
+  callers the same one;
+- a thread that never chose a device uses the one that the process chose last, where a device
+  would give it index 0; an emulated process has one device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import threading
+import time
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from afd_testkit.npu.errors import EmulationConflict, NotEmulated
+
+__all__ = [
+    "Event",
+    "ExternalEvent",
+    "Stream",
+    "StreamContext",
+    "StreamObserver",
+    "SyncLaunchStream",
+    "current_device_index",
+    "current_stream",
+    "default_stream",
+    "device_index",
+    "observe",
+    "reset_streams",
+    "set_device_index",
+    "set_stream",
+    "stop_observing",
+    "stream",
+    "synchronize",
+]
+
+# c10::DeviceType::PrivateUse1; torch prints it under the name that the backend was given.
+PRIVATE_USE = 20
+# A tensor of the emulated device is a CPU tensor, and its device may be handed in.
+_DEVICE_TYPES = ("npu", "privateuseone", "cpu")
+_DEVICE_TEXT = re.compile(r"(npu|privateuseone|cpu)(?::(\d+))?")
+
+
+class StreamObserver(Protocol):
+    """Who is told about everything that orders work.
+
+    A mark, which :meth:`recorded` returns, stands for all work that the stream had then.
+    """
+
+    def recorded(self, stream: Stream) -> object:
+        """An event is recorded on ``stream``."""
+
+    def waited(self, stream: Stream, mark: object) -> None:
+        """Later work of ``stream`` comes after ``mark``."""
+
+    def reached(self, mark: object) -> None:
+        """What the calling thread does from here comes after ``mark``."""
+
+    def drained(self, stream: Stream) -> None:
+        """What the calling thread does from here comes after the work of ``stream``."""
+
+    def drained_device(self, index: int) -> None:
+        """The same for every stream of device ``index``."""
+
+
+class _Process:
+    """What all threads share."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.observer: StreamObserver | None = None
+        self.stream_ids = itertools.count(1)
+        self.event_ids = itertools.count(1)
+
+
+class _Thread(threading.local):
+    """What each thread has of its own; ``device`` is None until it chooses one."""
+
+    def __init__(self) -> None:
+        self.device: int | None = None
+        self.streams: dict[int, Stream] = {}
+
+
+_process = _Process()
+_thread = _Thread()
+
+
+def observe(observer: StreamObserver) -> None:
+    """Tell ``observer`` from now on; :class:`EmulationConflict` while there is another."""
+    if _process.observer is not None:
+        raise EmulationConflict(
+            "the streams of this process are observed already; leave the check that is on "
+            "(check_streams) before another one is entered."
+        )
+    _process.observer = observer
+
+
+def stop_observing(observer: StreamObserver) -> None:
+    """Tell ``observer`` no more."""
+    if _process.observer is observer:
+        _process.observer = None
+
+
+def current_device_index() -> int:
+    """Index of the device that this thread uses."""
+    return _process.device if _thread.device is None else _thread.device
+
+
+def set_device_index(index: int) -> None:
+    """Use device ``index`` in this thread, and in threads that never choose one."""
+    _thread.device = _process.device = device_index(index)
+
+
+def reset_streams() -> None:
+    """Forget this thread's and the process's device and current streams."""
+    _process.device = 0
+    _thread.device = None
+    _thread.streams.clear()
+
+
+def device_index(device: object = None) -> int:
+    """Index of ``device``: an int, ``"npu"``, ``"npu:1"``, a ``torch.device`` or None.
+
+    None, a negative int and a device without an index mean the current device.  ``TypeError``
+    for another type, ``ValueError`` for a device of another kind.
+    """
+    if device is None:
+        return current_device_index()
+    if isinstance(device, int) and not isinstance(device, bool):
+        return current_device_index() if device < 0 else device
+    if isinstance(device, str):
+        if found := _DEVICE_TEXT.fullmatch(device):
+            return current_device_index() if found[2] is None else int(found[2])
+        raise ValueError(f'{device!r} is no NPU; give an index, "npu", "npu:1" or None.')
+    if isinstance(device, torch.device):
+        if device.type not in _DEVICE_TYPES:
+            raise ValueError(f"{device} is no NPU; give an index, a device of type npu or None.")
+        # The CPU has one device; its index says nothing about which NPU is meant.
+        known = device.index is not None and device.type != "cpu"
+        return int(device.index) if known else current_device_index()
+    raise TypeError(
+        f"a device is an int, a str, a torch.device or None, not {type(device).__name__}"
+    )
+
+
+def _check_kind(value: object, kind: Any, what: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{what} takes a torch.npu.{kind.__name__}, not {type(value).__name__}")
+
+
+class Stream(torch.Stream):  # type: ignore[misc]
+    """One queue of device work; equal to every object with the same device and ``stream_id``.
+
+    ``device``: see :func:`device_index`.  ``priority``: kept, without effect.  The three
+    keywords name an existing stream, as ``torch.Stream`` has them.
+    """
+
+    priority: int
+
+    def __new__(
+        cls,
+        device: object = None,
+        priority: int = 0,
+        *,
+        stream_id: int | None = None,
+        device_index: int | None = None,
+        device_type: int | None = None,
+    ) -> Stream:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise TypeError(f"priority is an int, not {type(priority).__name__}")
+        if device_type not in (None, PRIVATE_USE):
+            raise ValueError(
+                f"device_type {device_type} is no NPU; the NPU's is {PRIVATE_USE}, or leave it out."
+            )
+        made: Stream = super().__new__(
+            cls,
+            stream_id=next(_process.stream_ids) if stream_id is None else stream_id,
+            device_index=_index(device if device_index is None else device_index),
+            device_type=PRIVATE_USE,
+        )
+        made.priority = priority
+        return made
+
+    def wait_event(self, event: Event | ExternalEvent) -> None:
+        """Later work of this stream comes after what ``event`` has recorded."""
+        _check_kind(event, _EventBase, "wait_event")
+        event.wait(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Later work of this stream comes after what ``stream`` has now."""
+        _check_kind(stream, Stream, "wait_stream")
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | ExternalEvent | None = None) -> Any:
+        """Record ``event``, or a new :class:`Event`, on this stream, and return it."""
+        if event is None:
+            event = Event()
+        _check_kind(event, _EventBase, "record_event")
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Wait for all work of this stream."""
+        if _process.observer is not None:
+            _process.observer.drained(self)
+
+    def query(self) -> bool:
+        """Whether all work is done: always, and who asks may rely on the answer."""
+        self.synchronize()
+        return True
+
+    def set_data_preprocess_stream(self, is_data_preprocess_stream: bool = False) -> None:
+        """A hint to the device's scheduler, without effect."""
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is captured on this stream: never."""
+        return False
+
+    @property
+    def npu_stream(self) -> int:
+        """The handle; 0 for the default stream of device 0."""
+        return int(self.device_index) << 32 | int(self.stream_id)
+
+    @property
+    def native_handle(self) -> int:
+        """The handle, under the name that ``torch.Stream`` gives it."""
+        return self.npu_stream
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.npu_stream)
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Device index and stream id, which make a stream."""
+        return int(self.device_index), int(self.stream_id)
+
+    def __enter__(self) -> Stream:
+        _thread_contexts().append(entered := StreamContext(self))
+        entered.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _thread_contexts().pop().__exit__(*error)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and self.key == other.key
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __repr__(self) -> str:
+        name = f"torch.npu.{type(self).__name__}"
+        return f"<{name} device=npu:{self.device_index} npu_stream={self.npu_stream:#x}>"
+
+
+class SyncLaunchStream(Stream):
+    """A stream whose launches bypass the host's task queue; no difference here."""
+
+
+def _index(device: object) -> int:
+    # Inside Stream.__new__ the name device_index is a parameter.
+    return device_index(device)
+
+
+class _Contexts(threading.local):
+    def __init__(self) -> None:
+        self.entered: list[StreamContext] = []
+
+
+_contexts = _Contexts()
+
+
+def _thread_contexts() -> list[StreamContext]:
+    return _contexts.entered
+
+
+class _EventBase(torch.Event):  # type: ignore[misc]
+    """What both kinds of events do."""
+
+    _mark: object
+    _stream: Stream | None
+    _nanoseconds: int
+    _number: int
+
+    def _start(self) -> None:
+        self._mark = None
+        self._stream = None
+        self._nanoseconds = 0
+        self._number = next(_process.event_ids)
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Stand for all work that ``stream``, or the current one, has now."""
+        stream = current_stream() if stream is None else stream
+        _check_kind(stream, Stream, "record")
+        if self._stream is not None and self._stream.device_index != stream.device_index:
+            raise ValueError(
+                f"the event belongs to npu:{self._stream.device_index}, where it was recorded "
+                f"first, and cannot be recorded on npu:{stream.device_index}; make one there."
+            )
+        self._stream = stream
+        self._nanoseconds = time.perf_counter_ns()
+        observer = _process.observer
+        self._mark = None if observer is None else observer.recorded(stream)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Later work of ``stream``, or the current one, comes after what is recorded."""
+        stream = current_stream() if stream is None else stream
+        _check_kind(stream, Stream, "wait")
+        if self._mark is not None and _process.observer is not None:
+            _process.observer.waited(stream, self._mark)
+
+    def synchronize(self) -> None:
+        """Wait on the host for what is recorded; at once where nothing is."""
+        if self._mark is not None and _process.observer is not None:
+            _process.observer.reached(self._mark)
+
+    def query(self) -> bool:
+        """Whether what is recorded is done: always, and who asks may rely on the answer."""
+        self.synchronize()
+        return True
+
+    @property
+    def npu_event(self) -> int:
+        """The handle; 0 until the event is recorded."""
+        return 0 if self._stream is None else self._number
+
+    @property
+    def event_id(self) -> int:
+        """The handle, under the name that ``torch.Event`` gives it."""
+        return self.npu_event
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where it was recorded; None before."""
+        return None if self._stream is None else self._stream.device
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.npu_event)
+
+    def __repr__(self) -> str:
+        state = f"{self.npu_event:#x}" if self._stream is not None else "uninitialized"
+        return f"<torch.npu.{type(self).__name__} {state}>"
+
+
+class Event(_EventBase):
+    """A point in a stream's work, that streams and the host can wait for.
+
+    ``enable_timing``: whether :meth:`elapsed_time` may be asked.  ``blocking`` has no effect.
+    ``interprocess`` events exist; their handles are not emulated.  ``device`` as ``torch.Event``
+    has it; only checked.
+    """
+
+    def __new__(
+        cls,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        *,
+        device: object = None,
+    ) -> Event:
+        # torch.Event takes the device first, torch.npu.Event the timing flag.
+        if not isinstance(enable_timing, bool):
+            device, enable_timing = enable_timing, False
+        device_index(device)
+        made: Event = super().__new__(cls, device="cpu")
+        made._start()
+        made._timed = enable_timing
+        return made
+
+    _timed: bool
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds of host time between the two records."""
+        _check_kind(end_event, Event, "elapsed_time")
+        for event, name in ((self, "start"), (end_event, "end")):
+            if not event._timed:
+                raise ValueError(
+                    f"the {name} event takes no time; make both with enable_timing=True."
+                )
+            if event._stream is None:
+                raise ValueError(f"the {name} event is not recorded; record both events first.")
+        return (end_event._nanoseconds - self._nanoseconds) / 1e6
+
+    def recorded_time(self) -> int:
+        """Microseconds on a clock of this process at the record."""
+        if self._stream is None:
+            raise ValueError("the event is not recorded; record it first.")
+        return self._nanoseconds // 1000
+
+    def ipc_handle(self) -> bytes:
+        """Refused: there is no other process that could open it."""
+        raise NotEmulated("Event.ipc_handle: events are not shared between processes here.")
+
+    @classmethod
+    def from_ipc_handle(cls, device: object, handle: object) -> Event:
+        """Refused, as :meth:`ipc_handle`."""
+        raise NotEmulated("Event.from_ipc_handle: events are not shared between processes here.")
+
+
+class ExternalEvent(_EventBase):
+    """An event for graph tasks, that a device lets a stream wait for before it is recorded."""
+
+    def __new__(cls) -> ExternalEvent:
+        made: ExternalEvent = super().__new__(cls, device="cpu")
+        made._start()
+        return made
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """As :meth:`Event.wait`, and refused before the record."""
+        if self._stream is None:
+            raise NotEmulated(
+                "ExternalEvent.wait before its record: kernels run when they are called here and "
+                "cannot wait for what comes later (graph capture). Run eagerly."
+            )
+        super().wait(stream)
+
+    def reset(self, stream: Stream | None = None) -> None:
+        """Make it as new."""
+        _check_kind(current_stream() if stream is None else stream, Stream, "reset")
+        self._mark = self._stream = None
+
+    def elapsed_time(self, end_event: object) -> float:
+        """Refused: an external event takes no time."""
+        raise ValueError("an ExternalEvent takes no time; use two Event(enable_timing=True).")
+
+
+def default_stream(device: object = None) -> Stream:
+    """The stream that every thread of ``device`` starts with."""
+    return Stream(stream_id=0, device_index=device_index(device))
+
+
+def current_stream(device: object = None) -> Stream:
+    """The stream that this thread launches on when it uses ``device``."""
+    index = device_index(device)
+    if index not in _thread.streams:
+        _thread.streams[index] = default_stream(index)
+    return _thread.streams[index]
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Make ``stream`` current, and its device; nothing for None."""
+    if stream is None:
+        return
+    _check_kind(stream, Stream, "set_stream")
+    _thread.streams[int(stream.device_index)] = stream
+    if current_device_index() != stream.device_index:
+        _thread.device = int(stream.device_index)
+
+
+def synchronize(device: object = None) -> None:
+    """Wait for all work of all streams of ``device``."""
+    index = device_index(device)
+    if _process.observer is not None:
+        _process.observer.drained_device(index)
+
+
+class StreamContext:
+    """``with StreamContext(stream):`` that stream is current inside; None changes nothing."""
+
+    def __init__(self, stream: Stream | None) -> None:
+        if stream is not None:
+            _check_kind(stream, Stream, "StreamContext")
+        self.stream = stream
+        self._before: list[tuple[int | None, Stream]] = []
+
+    def __enter__(self) -> None:
+        if self.stream is None:
+            return
+        self._before.append((_thread.device, current_stream(self.stream.device_index)))
+        set_stream(self.stream)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.stream is None:
+            return
+        device, stream = self._before.pop()
+        set_stream(stream)
+        _thread.device = device
+
+
+def stream(stream: Stream | None) -> StreamContext:
+    """The context in which ``stream`` is current."""
+    return StreamContext(stream)
