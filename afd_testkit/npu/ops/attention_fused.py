@@ -1,0 +1,214 @@
+"""What both versions of the fused inference attention have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from afd_testkit.npu.errors import KernelLimit, NotEmulated
+from afd_testkit.npu.limits import limit
+from afd_testkit.npu.ops.attention_core import Visibility, attend
+from afd_testkit.npu.ops.attention_requests import (
+    PagedCache,
+    as_lengths,
+    from_tokens_first,
+    per_request,
+    spans,
+    split_layout,
+    to_tokens_first,
+)
+
+FLOATS = (torch.float16, torch.bfloat16)
+Lengths: TypeAlias = Sequence[int] | torch.Tensor | None
+
+
+def refuse_given(operator: str, **arguments: object) -> None:
+    """:class:`NotEmulated` for the first argument that is neither None nor 0."""
+    for name, given in arguments.items():
+        if given is not None and (isinstance(given, torch.Tensor) or given != 0):
+            raise NotEmulated(
+                f"{operator}: {name} is given and has no reference; leave it at its default."
+            )
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One call, its arguments under the names of the first version.
+
+    ``query``, ``key``, ``value``, ``query_rope`` and ``key_rope`` as given; the rope parts are
+    appended to the head dimension of query and key before the scores are computed.
+    """
+
+    operator: str
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    query_rope: torch.Tensor | None
+    key_rope: torch.Tensor | None
+    visibility: Visibility
+    query_lengths: Lengths
+    key_lengths: Lengths
+    block_table: torch.Tensor | None
+    block_size: int
+    heads: int
+    kv_heads: int
+    scale: float
+    layout: str
+    inner_precise: int
+    want_lse: bool
+    sink: torch.Tensor | None = None
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output in the layout asked for, and the logarithms of the denominators.
+
+        These are float32 [T, N, 1] for packed layouts and [B, N, S, 1] for padded ones, or [1]
+        holding zero where they are not asked for.
+        """
+        given, returned = split_layout(self.operator, self.layout)
+        self._check(given)
+        packed = given in ("TND", "NTD")
+        query = to_tokens_first(self.query, given, self.heads)
+        if self.query_rope is not None:
+            rope = to_tokens_first(self.query_rope, given, self.heads)
+            query = torch.cat([query, rope], dim=-1)
+        value_dim = self._value_dim(given)
+        output = query.new_zeros((*query.shape[:-1], value_dim))
+        lse = torch.full(query.shape[:-1], float("-inf"), dtype=torch.float32)
+        rows = self._packed_rows(query) if packed else self._padded_rows(query)
+        for request, (row, (key, value)) in enumerate(
+            zip(rows, self._keys(given, len(rows)), strict=True)
+        ):
+            if query[row].shape[0] == 0:
+                continue
+            out, denominator = attend(
+                query[row].transpose(0, 1),
+                key.transpose(0, 1),
+                value.transpose(0, 1),
+                scale=self.scale,
+                hidden=self.visibility.hidden(request, query[row].shape[0], key.shape[0]),
+                sink=self.sink,
+            )
+            output[row] = out.transpose(0, 1).to(output.dtype)
+            lse[row] = denominator.transpose(0, 1).to(torch.float32)
+        if not self.want_lse:
+            return from_tokens_first(output, returned), torch.zeros(1)
+        lse = lse.unsqueeze(-1)
+        return from_tokens_first(output, returned), (
+            lse if packed else lse.transpose(1, 2).contiguous()
+        )
+
+    def _check(self, given: str) -> None:
+        operator = self.operator
+        if (self.query_rope is None) != (self.key_rope is None):
+            raise KernelLimit(
+                f"{operator}: query_rope and key_rope are given together or not at all."
+            )
+        if self.heads % self.kv_heads:
+            raise KernelLimit(
+                f"{operator}: {self.heads} query heads are no multiple of {self.kv_heads} key "
+                "heads."
+            )
+        axis = {"BSND": 2, "BNSD": 1, "TND": 1, "NTD": 0}.get(given)
+        if axis is not None and self.query.shape[axis] != self.heads:
+            raise KernelLimit(
+                f"{operator}: query {list(self.query.shape)} in layout {given} does not have the "
+                f"{self.heads} heads named."
+            )
+        for name, tensor in self._tensors():
+            limit(
+                operator,
+                "dtype",
+                tensor.dtype in FLOATS,
+                f"{name} is float16 or bfloat16, not {tensor.dtype}",
+            )
+            if tensor.dtype != self.query.dtype:
+                raise KernelLimit(
+                    f"{operator}: {name} is {tensor.dtype} and query {self.query.dtype}; they "
+                    "have one dtype."
+                )
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        named = [("query", self.query), ("key", self.key), ("value", self.value)]
+        if self.query_rope is not None and self.key_rope is not None:
+            named += [("query_rope", self.query_rope), ("key_rope", self.key_rope)]
+        return named
+
+    def _value_dim(self, given: str) -> int:
+        value = self.value
+        if self.block_table is not None:
+            return PagedCache(self.operator, "value", value, self.kv_heads).dim
+        return int(to_tokens_first(value, given, self.kv_heads).shape[-1])
+
+    def _packed_rows(self, query: torch.Tensor) -> list[slice]:
+        ends = as_lengths(self.query_lengths)
+        if ends is None:
+            raise KernelLimit(
+                f"{self.operator}: layout {self.layout} takes the cumulative lengths of queries."
+            )
+        found = spans(self.operator, "lengths of queries", ends, query.shape[0])
+        return [slice(start, end) for start, end in found]
+
+    def _padded_rows(self, query: torch.Tensor) -> list[tuple[int, slice]]:
+        requests, most = query.shape[:2]
+        lengths = as_lengths(self.query_lengths) if most > 1 else None
+        taken = per_request(self.operator, "lengths of queries", lengths, requests, most)
+        return [(request, slice(0, length)) for request, length in enumerate(taken)]
+
+    def _keys(self, given: str, requests: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Key (with its rope part) and value of each request: [Skv, Nkv, D] and [Skv, Nkv, Dv]."""
+        lengths = as_lengths(self.key_lengths)
+        if self.block_table is not None:
+            return self._paged_keys(self.block_table, lengths, requests)
+        key = to_tokens_first(self.key, given, self.kv_heads)
+        value = to_tokens_first(self.value, given, self.kv_heads)
+        if self.key_rope is not None:
+            key = torch.cat([key, to_tokens_first(self.key_rope, given, self.kv_heads)], dim=-1)
+        rows: Sequence[slice | tuple[int, slice]]
+        if given in ("TND", "NTD"):
+            if lengths is None or len(lengths) != requests:
+                raise KernelLimit(
+                    f"{self.operator}: layout {self.layout} takes the cumulative lengths of keys, "
+                    f"one for each of {requests} requests, not {lengths}."
+                )
+            found = spans(self.operator, "lengths of keys", lengths, key.shape[0])
+            rows = [slice(start, end) for start, end in found]
+        else:
+            if key.shape[0] != requests:
+                raise KernelLimit(
+                    f"{self.operator}: key has {key.shape[0]} requests and query {requests}."
+                )
+            taken = per_request(self.operator, "lengths of keys", lengths, requests, key.shape[1])
+            rows = [(request, slice(0, length)) for request, length in enumerate(taken)]
+        return [(key[row], value[row]) for row in rows]
+
+    def _paged_keys(
+        self, table: torch.Tensor, lengths: list[int] | None, requests: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        operator = self.operator
+        if lengths is None:
+            raise KernelLimit(f"{operator}: a block table takes the lengths of keys as well.")
+        given = [("key", self.key), ("value", self.value)]
+        if self.key_rope is not None:
+            given.append(("key_rope", self.key_rope))
+        caches = [PagedCache(operator, name, cache, self.kv_heads) for name, cache in given]
+        if any(cache.block_size != self.block_size for cache in caches):
+            raise KernelLimit(
+                f"{operator}: block_size={self.block_size}; key, value and key_rope have blocks of "
+                f"{[cache.block_size for cache in caches]} tokens."
+            )
+        if table.dim() != 2 or table.shape[0] < requests:
+            raise KernelLimit(
+                f"{operator}: block_table {list(table.shape)} for {requests} requests; it has one "
+                "row for each."
+            )
+        most = table.shape[1] * self.block_size
+        taken = per_request(operator, "lengths of keys", lengths, requests, most)
+        result = []
+        for request, length in enumerate(taken):
+            parts = [cache.read(table[request], 0, length) for cache in caches]
+            merged = torch.cat([parts[0], parts[2]], dim=-1) if len(parts) == 3 else parts[0]
+            result.append((merged, parts[1]))
+        return result
