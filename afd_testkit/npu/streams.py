@@ -28,22 +28,16 @@ import torch
 
 from afd_testkit.npu.errors import EmulationConflict, NotEmulated
 
+# The names that torch.npu has.
 __all__ = [
     "Event",
     "ExternalEvent",
     "Stream",
     "StreamContext",
-    "StreamObserver",
     "SyncLaunchStream",
-    "current_device_index",
     "current_stream",
     "default_stream",
-    "device_index",
-    "observe",
-    "reset_streams",
-    "set_device_index",
     "set_stream",
-    "stop_observing",
     "stream",
     "synchronize",
 ]
