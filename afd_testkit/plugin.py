@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from afd_testkit import gate_run, hookspecs, settings
-from afd_testkit.devices import BUILT_IN, VLLM_DISTRIBUTIONS, Demand, Needs, version_of
+from afd_testkit import gate_run, hookspecs, lease_plugin, settings, workers
+from afd_testkit.devices import VLLM_DISTRIBUTIONS, Demand, Needs, built_in, version_of
 from afd_testkit.gate_run import GateRun
 from afd_testkit.leaks import LeakGuard
 from afd_testkit.ledger_rule import Ledger, LedgerRule
@@ -37,6 +37,7 @@ _SHOWN_VERSIONS = ("torch", *VLLM_DISTRIBUTIONS, "vllm-ascend", "torch-npu", "tr
 def pytest_addoption(parser: pytest.Parser) -> None:
     """All options, in one group."""
     settings.add_options(parser)
+    lease_plugin.add_options(parser.getgroup(settings.GROUP))
 
 
 def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
@@ -48,12 +49,15 @@ def pytest_configure(config: pytest.Config) -> None:
     """Parse and check everything that can be wrong before a test runs."""
     chosen = settings.parse_settings(config)
     added = [need for group in config.hook.pytest_afd_needs() for need in group]
-    needs = Needs([*BUILT_IN, *added])
+    needs = Needs([*built_in(config.hook.pytest_afd_npu_devices()), *added])
     needs.check_known(chosen.require)
     for need in needs:
         usage = f"{need.name}(n)" if need.counted else need.name
         config.addinivalue_line("markers", f"{usage}: {need.meaning}")
     config.addinivalue_line("markers", "afd_gate(name): a gate; its checks go into the evidence")
+    config.addinivalue_line("markers", workers.TIMING_MARKER)
+    beside = workers.worker_count(config)
+    workers.bound_threads(beside)
     ledger = _ledger(config)
     guard = LeakGuard(prepare=needs.prepare)
     config.stash[settings_key] = chosen
@@ -66,6 +70,8 @@ def pytest_configure(config: pytest.Config) -> None:
     register(LedgerRule(ledger, strict=bool(config.getini("afd_ledger"))), "afd-ledger")
     register(GateRun(config, chosen, ledger), "afd-gates")
     register(guard, "afd-leaks")
+    register(lease_plugin, "afd-leases")
+    register(workers.TimingRule(beside), "afd-timing")
     register(ShippedEngines(_progress_writer(config)), "afd-engines")
 
 
