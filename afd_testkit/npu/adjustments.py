@@ -13,6 +13,7 @@ from afd_testkit.npu.errors import NotEmulated
 from afd_testkit.npu.finder import Adjust
 from afd_testkit.npu.patches import PatchSet
 from afd_testkit.npu.settings import EmulationSettings
+from afd_testkit.npu.triton_kernels import HostKernel, compute_slot_mapping
 
 KERNEL = "_compute_slot_mapping_kernel"
 
@@ -21,13 +22,10 @@ def adjustments(patches: PatchSet, settings: EmulationSettings) -> Mapping[str, 
     """By module name, what is done to it after its import."""
 
     def slot_mapping(module: ModuleType) -> None:
-        # The one triton kernel on the path; there is no triton on a host, and vLLM carries a
-        # function with the same signature for its own CPU backend.
-        from vllm.utils.cpu_triton_utils import compute_slot_mapping_kernel
-
+        # The one triton kernel on the paths covered here; a host has no triton.
         if KERNEL not in vars(module):
             raise NotEmulated(f"{module.__name__} no longer has {KERNEL}.")
-        patches.attribute(module, KERNEL, compute_slot_mapping_kernel)
+        patches.attribute(module, KERNEL, HostKernel(compute_slot_mapping))
 
     def build_info(module: Any) -> None:
         # Written when vLLM-Ascend was built, for the SoC that the build was told.

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
 
 class EmulationError(Exception):
     """Base of everything that the emulated NPU raises on its own account."""
@@ -41,6 +39,9 @@ class StreamHazard(EmulationError):
 
 def describe_value(value: object) -> str:
     """One argument, short: a tensor as ``float32[3, 4]``, other values by their repr."""
+    # Imported here: these errors are raised before torch is loaded, too.
+    import torch
+
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         layout = "" if value.is_contiguous() else f" strides {list(value.stride())}"

@@ -69,7 +69,11 @@ def load() -> Mapping[str, Operator]:
 
 
 def refused(name: str) -> Callable[..., Any]:
-    """A function that stands for the operator ``name`` and raises when it is called."""
+    """What stands for the known ``name`` and raises when it is called.
+
+    A function, or for a capitalized name a class, which annotations may name.
+    """
+    short = name.rpartition(".")[2]
 
     def refuse(*args: object, **kwargs: object) -> Any:
         raise NotEmulated(
@@ -78,5 +82,7 @@ def refused(name: str) -> Callable[..., Any]:
             f'with @operator("{name}", ...); `afd-testkit emulate --list` shows what there is.'
         )
 
-    refuse.__name__ = refuse.__qualname__ = name.rpartition(".")[2]
+    if short[:1].isupper():
+        return type(short, (), {"__new__": lambda cls, *args, **kwargs: refuse(*args, **kwargs)})
+    refuse.__name__ = refuse.__qualname__ = short
     return refuse

@@ -20,10 +20,15 @@ from afd_testkit.npu.errors import UnknownName
 
 
 @cache
-def known_names(module: str) -> frozenset[str]:
-    """Names of functions that the real ``module`` has, of the pinned version."""
+def known_lines(module: str) -> tuple[str, ...]:
+    """What is listed of the real ``module``, of the pinned version: names or schemas."""
     text = importlib.resources.files(__package__).joinpath("known", f"{module}.txt").read_text()
-    return frozenset(line for line in text.splitlines() if line and not line.startswith("#"))
+    return tuple(line for line in text.splitlines() if line and not line.startswith("#"))
+
+
+def known_names(module: str) -> frozenset[str]:
+    """Names of functions that the real ``module`` has."""
+    return frozenset(line.partition("(")[0] for line in known_lines(module))
 
 
 class ClosedModule(ModuleType):
@@ -41,7 +46,8 @@ class ClosedModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__["_afd_known"]:
-            return operators.refused(f"{self.__name__}.{name}")
+            # Kept, so that the name is one object: classes are compared by identity.
+            return self.__dict__.setdefault(name, operators.refused(f"{self.__name__}.{name}"))
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise UnknownName(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import importlib.util
 from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,6 +31,18 @@ class Format:
     FRACTAL_NZ = 29
 
 
+class InterpolationMode(enum.Enum):
+    """torchvision's enumeration, which transformers maps to Pillow's when it is imported."""
+
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
+
+
 def _reference_functions(prefix: str) -> dict[str, Any]:
     """References reached as ``prefix.NAME``."""
     table = operators.load()
@@ -46,7 +60,9 @@ def npu_module(devices: EmulatedDevices) -> ClosedModule:
         for name in vars(EmulatedDevices)
         if not name.startswith("_") and name != "index_of"
     }
-    memory = ClosedModule("torch.npu.memory", {"use_mem_pool": device.no_pool})
+    memory = ClosedModule(
+        "torch.npu.memory", {"use_mem_pool": device.no_pool}, known_names("torch_npu.npu")
+    )
     return ClosedModule(
         "torch.npu",
         {
@@ -70,6 +86,19 @@ def npu_module(devices: EmulatedDevices) -> ClosedModule:
         },
         known=known_names("torch_npu.npu"),
     )
+
+
+def _add_torchvision(add: Any) -> None:
+    """What transformers' image processors import when vLLM-Ascend patches vision models.
+
+    torchvision has no build that loads beside a CPU build of torch 2.13, and no text model
+    calls it.
+    """
+    add("torchvision", {})
+    add("torchvision.transforms", {"InterpolationMode": InterpolationMode})
+    add("torchvision.io", {})
+    add("torchvision.transforms.v2", {})
+    add("torchvision.transforms.v2.functional", {})
 
 
 def build(devices: EmulatedDevices) -> Mapping[str, ModuleType]:
@@ -105,6 +134,8 @@ def build(devices: EmulatedDevices) -> Mapping[str, ModuleType]:
     add("acl", {})
     add("acl.rt", {}, ("memcpy",))
     add("vllm_ascend.vllm_ascend_C", {}, ("init_module", "python_create_and_map"))
+    if importlib.util.find_spec("torchvision") is None:
+        _add_torchvision(add)
     for name, module in modules.items():
         parent, _, child = name.rpartition(".")
         if parent in modules:
