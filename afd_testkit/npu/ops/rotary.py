@@ -1,1 +1,166 @@
-"""Reference operators: rotary."""
+"""Rotary position embedding.
+
+Two ways to pair the elements of a head: ``half`` pairs element i with i + D/2, ``interleave``
+pairs 2i with 2i + 1.  All compute in float32 and round once.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from afd_testkit.npu.errors import KernelLimit
+from afd_testkit.npu.limits import limit
+from afd_testkit.npu.operators import operator
+from afd_testkit.npu.ops.arguments import FLOATS, emulated_only, limit_dtype, limit_shape
+
+_DOCS = "torch_npu 2.10.0 operator documentation and shape functions"
+_ATB = "torch_npu 2.10.0 libop_plugin_atb schemas; vllm-ascend 0.23.0 ops/rotary_embedding.py"
+
+
+def _rotated_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _rotated_interleaved(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+_ROTATED = {"half": _rotated_half, "interleave": _rotated_interleaved}
+
+
+@operator(
+    "torch_npu._npu_rotary_embedding",
+    "_npu_rotary_embedding(Tensor positions, Tensor(a!) query, Tensor(b!) key, int head_size,"
+    " Tensor cos_sin_cache, bool is_neox_style) -> ()",
+    source=_ATB,
+)
+def npu_rotary_embedding(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    head_size: int,
+    cos_sin_cache: torch.Tensor,
+    is_neox_style: bool,
+) -> None:
+    """Rotate every head of ``query`` and ``key`` in place.
+
+    ``positions``: ``[T]``, integers; ``query``, ``key``: ``[T, heads * head_size]``, contiguous;
+    ``cos_sin_cache``: ``[positions, head_size]``, the cosines of the D/2 frequencies, then their
+    sines.  ``is_neox_style`` pairs i with i + D/2, otherwise 2i with 2i + 1.  Only whole heads
+    are rotated: the cache must be as wide as a head.
+    """
+    name = "_npu_rotary_embedding"
+    limit_shape(
+        name,
+        cos_sin_cache.shape[-1] == head_size,
+        f"cos_sin_cache has {cos_sin_cache.shape[-1]} columns, head_size is {head_size}; the "
+        "kernel rotates whole heads, so pass the rotary part of each head alone",
+    )
+    cos, sin = cos_sin_cache[positions.flatten()].float().chunk(2, dim=-1)
+    for tensor in (query, key):
+        heads = tensor.view(cos.shape[0], -1, head_size)
+        x = heads.float()
+        if is_neox_style:
+            table = (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+            rotated = _rotated_half(x)
+        else:
+            table = (cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1))
+            rotated = _rotated_interleaved(x)
+        heads.copy_(x * table[0].unsqueeze(1) + rotated * table[1].unsqueeze(1))
+
+
+@operator(
+    "torch_npu.npu_interleave_rope",
+    "npu_interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    source="vllm-ascend 0.23.0 attention/mla_v1.py; the DeepSeek-V3 definition of its rotary part",
+)
+def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs (2i, 2i + 1) and return them as halves: first all 2i, then all 2i + 1.
+
+    ``x``: ``[B, N, S, D]``; ``cos``, ``sin``: ``[B, 1 or N, S, D]``, where the frequencies are
+    given twice, as for ``half``.  The result has the shape and dtype of ``x``.
+    """
+    name = "npu_interleave_rope"
+    limit_dtype(name, "x", x, FLOATS)
+    for label, table in (("cos", cos), ("sin", sin)):
+        limit_dtype(name, label, table, (x.dtype,))
+    limit(
+        name,
+        "alignment",
+        x.shape[-1] == 64,
+        f"x has heads of {x.shape[-1]} elements; the kernel takes 64",
+    )
+    halves = torch.cat((x[..., ::2], x[..., 1::2]), dim=-1).float()
+    return (halves * cos.float() + _rotated_half(halves) * sin.float()).to(x.dtype)
+
+
+@operator(
+    "torch_npu.npu_rotary_mul",
+    "npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half',"
+    " Tensor? rotate=None) -> Tensor",
+    source=_DOCS,
+)
+def npu_rotary_mul(
+    input: torch.Tensor,
+    r1: torch.Tensor,
+    r2: torch.Tensor,
+    rotary_mode: str = "half",
+    rotate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``r1 * input + r2 * rotated(input)``, where ``rotate`` ``[D, D]`` makes it ``input @ rotate``.
+
+    ``input``: ``[B, N, S, D]``, ``[B, S, N, D]`` or ``[S, B, N, D]``; ``r1``, ``r2``: cosines and
+    sines that broadcast to it.
+    """
+    name = "npu_rotary_mul"
+    limit_dtype(name, "input", input, FLOATS)
+    emulated_only(name, rotary_mode=(rotary_mode, tuple(_ROTATED)))
+    limit_shape(name, input.dim() == 4, f"input has {input.dim()} axes; the kernel takes 4")
+    limit(
+        name,
+        "alignment",
+        input.shape[-1] % 2 == 0 and input.shape[-1] < 896,
+        f"input has heads of {input.shape[-1]} elements; the kernel takes even numbers below 896",
+    )
+    x = input.float()
+    rotated = _ROTATED[rotary_mode](x) if rotate is None else x @ rotate.float()
+    return (r1.float() * x + r2.float() * rotated).to(input.dtype)
+
+
+@operator(
+    "torch_npu.npu_apply_rotary_pos_emb",
+    "npu_apply_rotary_pos_emb(Tensor query, Tensor key, Tensor cos, Tensor sin,"
+    " str layout='BSH', str rotary_mode='half') -> (Tensor, Tensor)",
+    source=_DOCS,
+)
+def npu_apply_rotary_pos_emb(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layout: str = "BSH",
+    rotary_mode: str = "half",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``query`` and ``key`` rotated by the same tables, as new tensors.
+
+    ``query``: ``[B, S, N, D]``, ``key``: ``[B, S, Nk, D]``; ``cos``, ``sin``: ``[B, S, 1, D]``.
+    ``layout`` is ``BSND`` or its other name ``BSH``.
+    """
+    name = "npu_apply_rotary_pos_emb"
+    emulated_only(
+        name, layout=(layout, ("BSH", "BSND")), rotary_mode=(rotary_mode, tuple(_ROTATED))
+    )
+    if query.dim() != 4 or key.dim() != 4:
+        raise KernelLimit(
+            f"{name}: query has {query.dim()} axes and key {key.dim()}; both need the four axes "
+            "[B, S, N, D]."
+        )
+    limit_dtype(name, "query", query, FLOATS)
+    for label, tensor in (("key", key), ("cos", cos), ("sin", sin)):
+        limit_dtype(name, label, tensor, (query.dtype,))
+    rotated = [
+        (cos.float() * x.float() + sin.float() * _ROTATED[rotary_mode](x.float())).to(x.dtype)
+        for x in (query, key)
+    ]
+    return rotated[0], rotated[1]
