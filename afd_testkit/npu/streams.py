@@ -109,6 +109,18 @@ def stop_observing(observer: StreamObserver) -> None:
         _process.observer = None
 
 
+def observer() -> StreamObserver | None:
+    """Who observes now."""
+    return _process.observer
+
+
+def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    """``Tensor.record_stream``: the host's allocator needs no such advice; types are checked."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"record_stream takes a tensor, not {type(tensor).__name__}")
+    _check_stream(stream, "record_stream")
+
+
 def current_device_index() -> int:
     """Index of the device that this thread uses."""
     return _process.device if _thread.device is None else _thread.device
@@ -151,19 +163,26 @@ def device_index(device: object = None) -> int:
     )
 
 
-def _check_kind(value: object, kind: Any, what: str) -> None:
-    if not isinstance(value, kind):
-        raise TypeError(f"{what} takes a torch.npu.{kind.__name__}, not {type(value).__name__}")
+def _check_stream(value: object, what: str) -> None:
+    if not isinstance(value, Stream):
+        raise TypeError(f"{what} takes a torch.npu.Stream, not {type(value).__name__}")
+
+
+def _check_event(value: object, what: str) -> None:
+    if not isinstance(value, _EventBase):
+        raise TypeError(f"{what} takes a torch.npu.Event, not {type(value).__name__}")
 
 
 class Stream(torch.Stream):  # type: ignore[misc]
     """One queue of device work; equal to every object with the same device and ``stream_id``.
 
     ``device``: see :func:`device_index`.  ``priority``: kept, without effect.  The three
-    keywords name an existing stream, as ``torch.Stream`` has them.
+    keywords name an existing stream, as ``torch.Stream`` has them.  ``key``: device index and
+    stream id.
     """
 
     priority: int
+    key: tuple[int, int]
 
     def __new__(
         cls,
@@ -187,23 +206,24 @@ class Stream(torch.Stream):  # type: ignore[misc]
             device_type=PRIVATE_USE,
         )
         made.priority = priority
+        made.key = (int(made.device_index), int(made.stream_id))
         return made
 
     def wait_event(self, event: Event | ExternalEvent) -> None:
         """Later work of this stream comes after what ``event`` has recorded."""
-        _check_kind(event, _EventBase, "wait_event")
+        _check_event(event, "wait_event")
         event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
         """Later work of this stream comes after what ``stream`` has now."""
-        _check_kind(stream, Stream, "wait_stream")
+        _check_stream(stream, "wait_stream")
         self.wait_event(stream.record_event())
 
     def record_event(self, event: Event | ExternalEvent | None = None) -> Any:
         """Record ``event``, or a new :class:`Event`, on this stream, and return it."""
         if event is None:
             event = Event()
-        _check_kind(event, _EventBase, "record_event")
+        _check_event(event, "record_event")
         event.record(self)
         return event
 
@@ -237,11 +257,6 @@ class Stream(torch.Stream):  # type: ignore[misc]
     @property
     def _as_parameter_(self) -> ctypes.c_void_p:
         return ctypes.c_void_p(self.npu_stream)
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Device index and stream id, which make a stream."""
-        return int(self.device_index), int(self.stream_id)
 
     def __enter__(self) -> Stream:
         _thread_contexts().append(entered := StreamContext(self))
@@ -303,7 +318,7 @@ class _EventBase(torch.Event):  # type: ignore[misc]
     def record(self, stream: Stream | None = None) -> None:
         """Stand for all work that ``stream``, or the current one, has now."""
         stream = current_stream() if stream is None else stream
-        _check_kind(stream, Stream, "record")
+        _check_stream(stream, "record")
         if self._stream is not None and self._stream.device_index != stream.device_index:
             raise ValueError(
                 f"the event belongs to npu:{self._stream.device_index}, where it was recorded "
@@ -317,7 +332,7 @@ class _EventBase(torch.Event):  # type: ignore[misc]
     def wait(self, stream: Stream | None = None) -> None:
         """Later work of ``stream``, or the current one, comes after what is recorded."""
         stream = current_stream() if stream is None else stream
-        _check_kind(stream, Stream, "wait")
+        _check_stream(stream, "wait")
         if self._mark is not None and _process.observer is not None:
             _process.observer.waited(stream, self._mark)
 
@@ -384,7 +399,8 @@ class Event(_EventBase):
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds of host time between the two records."""
-        _check_kind(end_event, Event, "elapsed_time")
+        if not isinstance(end_event, Event):
+            raise TypeError(f"elapsed_time takes a torch.npu.Event, not {type(end_event).__name__}")
         for event, name in ((self, "start"), (end_event, "end")):
             if not event._timed:
                 raise ValueError(
@@ -429,7 +445,7 @@ class ExternalEvent(_EventBase):
 
     def reset(self, stream: Stream | None = None) -> None:
         """Make it as new."""
-        _check_kind(current_stream() if stream is None else stream, Stream, "reset")
+        _check_stream(current_stream() if stream is None else stream, "reset")
         self._mark = self._stream = None
 
     def elapsed_time(self, end_event: object) -> float:
@@ -454,7 +470,7 @@ def set_stream(stream: Stream | None) -> None:
     """Make ``stream`` current, and its device; nothing for None."""
     if stream is None:
         return
-    _check_kind(stream, Stream, "set_stream")
+    _check_stream(stream, "set_stream")
     _thread.streams[int(stream.device_index)] = stream
     if current_device_index() != stream.device_index:
         _thread.device = int(stream.device_index)
@@ -472,7 +488,7 @@ class StreamContext:
 
     def __init__(self, stream: Stream | None) -> None:
         if stream is not None:
-            _check_kind(stream, Stream, "StreamContext")
+            _check_stream(stream, "StreamContext")
         self.stream = stream
         self._before: list[tuple[int | None, Stream]] = []
 
