@@ -37,16 +37,21 @@ SOCS = {
     "A3": SoC("A3", "Ascend910_9391", 250, 64 << 30),
 }
 STREAM_MODES = ("off", "check")
+# The real MLA prefill casts fp32 to bf16 (vllm_ascend/attention/mla_v1.py of 0.23.0.post1,
+# `_forward_prefill`); with "lift" that cast is left out, so that its logic shows in fp32.
+MLA_CASTS = ("keep", "lift")
 
 
 @dataclass(frozen=True)
 class EmulationSettings:
     """``soc``: ``A2`` or ``A3``.  ``devices``: how many this host shows.  ``streams``: ``off``
-    or ``check``, the happens-before checker."""
+    or ``check``, the happens-before checker.  ``mla_cast``: ``keep`` or ``lift`` the real
+    code's cast of MLA prefill to bf16."""
 
     soc: str = "A2"
     devices: int = 8
     streams: str = "off"
+    mla_cast: str = "keep"
 
     def __post_init__(self) -> None:
         if self.soc not in SOCS:
@@ -54,6 +59,10 @@ class EmulationSettings:
         if self.streams not in STREAM_MODES:
             raise EmulationError(
                 f"stream mode {self.streams!r} is unknown; choose {' or '.join(STREAM_MODES)}."
+            )
+        if self.mla_cast not in MLA_CASTS:
+            raise EmulationError(
+                f"mla_cast {self.mla_cast!r} is unknown; choose {' or '.join(MLA_CASTS)}."
             )
         if not 1 <= self.devices <= 64:
             raise EmulationError(f"{self.devices} devices; emulate from 1 to 64.")
