@@ -1,6 +1,6 @@
 """Operators that compute and communicate: products summed over ranks; MoE dispatch and combine.
 
-The latter are in ``communication_experts``.
+The latter are in ``communication_v1`` and ``communication_v2``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,16 @@ from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.groups import group_named
 from afd_testkit.npu.limits import limit
 from afd_testkit.npu.operators import operator
-from afd_testkit.npu.ops import communication_experts
+from afd_testkit.npu.ops import communication_v1, communication_v2
 from afd_testkit.npu.ops.arguments import HALVES, emulated_only, limit_dtype, limit_shape
 from afd_testkit.npu.ops.exchange import group_of, summed
 
-__all__ = ["communication_experts", "npu_mm_all_reduce_base", "npu_mm_reduce_scatter_base"]
+__all__ = [
+    "communication_v1",
+    "communication_v2",
+    "npu_mm_all_reduce_base",
+    "npu_mm_reduce_scatter_base",
+]
 
 _DOCS = "torch_npu 2.10.0 operator documentation and shape functions"
 

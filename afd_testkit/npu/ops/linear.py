@@ -75,7 +75,7 @@ def npu_matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, C: torch.Tensor) 
     "npu_transpose_batchmatmul(Tensor input, Tensor weight, *, Tensor? bias=None,"
     " Tensor? scale=None, int[]? perm_x1=None, int[]? perm_x2=None, int[]? perm_y=None,"
     " int? batch_split_factor=1) -> Tensor",
-    source=_DOCS,
+    source=f"{_DOCS}; op-plugin operator documentation",
 )
 def npu_transpose_batchmatmul(
     input: torch.Tensor,
@@ -92,8 +92,9 @@ def npu_transpose_batchmatmul(
 
     ``perm_x1`` brings ``input`` to ``[B, M, K]`` (default as given), ``perm_x2`` brings ``weight``
     to ``[B, K, N]`` (default as given), and the result is ``[M, B, N]``: ``perm_y`` has one value,
-    (1, 0, 2).  A ``batch_split_factor`` f > 1 gives ``[f, M, B * N / f]``, block b of the batch
-    in row b.  Not emulated: ``bias`` (the kernel has none either) and ``scale`` (quantized).
+    (1, 0, 2).  K and N are multiples of 128, and K * B is below 65536 where ``perm_x1`` permutes.
+    Not emulated: ``bias`` (the kernel has none either), ``scale`` (quantized), and
+    ``batch_split_factor`` other than 1.
     """
     name = "npu_transpose_batchmatmul"
     orders = [tuple(order or default) for order, default in _permutations(perm_x1, perm_x2, perm_y)]
@@ -104,23 +105,25 @@ def npu_transpose_batchmatmul(
         perm_x1=(orders[0], ((0, 1, 2), (1, 0, 2))),
         perm_x2=(orders[1], ((0, 1, 2), (0, 2, 1))),
         perm_y=(orders[2], ((1, 0, 2),)),
+        batch_split_factor=(batch_split_factor, (1, None)),
     )
     limit_dtype(name, "input", input, FLOATS)
     limit_dtype(name, "weight", weight, (input.dtype,))
     left, right = input.permute(orders[0]).float(), weight.permute(orders[1]).float()
-    product = torch.bmm(left, right).to(input.dtype)
-    factor = batch_split_factor or 1
-    if factor == 1:
-        return product.transpose(0, 1).contiguous()
-    batch, rows, columns = product.shape
+    batch, depth, columns = right.shape
     limit(
         name,
         "alignment",
-        batch % factor == 0,
-        f"the batch of {batch} does not divide by batch_split_factor {factor}",
+        depth % 128 == 0 and columns % 128 == 0,
+        f"K is {depth} and N {columns}; the kernel takes multiples of 128",
     )
-    blocks = product.view(factor, batch // factor, rows, columns).transpose(1, 2)
-    return blocks.reshape(factor, rows, batch // factor * columns)
+    widest = depth * batch if orders[0] == (1, 0, 2) else depth
+    limit_shape(
+        name,
+        max(widest, columns) < 65536,
+        f"K is {depth}, B {batch} and N {columns}; a row of input or weight must stay below 65536",
+    )
+    return torch.bmm(left, right).transpose(0, 1).contiguous().to(input.dtype)
 
 
 def _permutations(

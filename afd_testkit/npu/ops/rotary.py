@@ -11,7 +11,7 @@ import torch
 from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.limits import limit
 from afd_testkit.npu.operators import operator
-from afd_testkit.npu.ops.arguments import FLOATS, emulated_only, limit_dtype, limit_shape
+from afd_testkit.npu.ops.arguments import FLOATS, HALVES, emulated_only, limit_dtype, limit_shape
 
 _DOCS = "torch_npu 2.10.0 operator documentation and shape functions"
 _ATB = "torch_npu 2.10.0 libop_plugin_atb schemas; vllm-ascend 0.23.0 ops/rotary_embedding.py"
@@ -73,18 +73,24 @@ def npu_rotary_embedding(
 @operator(
     "torch_npu.npu_interleave_rope",
     "npu_interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor",
-    source="vllm-ascend 0.23.0 attention/mla_v1.py; the DeepSeek-V3 definition of its rotary part",
+    source="op-plugin operator documentation; vllm-ascend 0.23.0 attention/mla_v1.py",
 )
 def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate pairs (2i, 2i + 1) and return them as halves: first all 2i, then all 2i + 1.
 
-    ``x``: ``[B, N, S, D]``; ``cos``, ``sin``: ``[B, 1 or N, S, D]``, where the frequencies are
-    given twice, as for ``half``.  The result has the shape and dtype of ``x``.
+    ``x``: ``[B, N, S, 64]``, fp16 or bf16; ``cos``, ``sin``: ``[B, 1, 1 or S, 64]``, where the
+    frequencies are given twice, as for ``half``.  The result has the shape and dtype of ``x``.
     """
     name = "npu_interleave_rope"
-    limit_dtype(name, "x", x, FLOATS)
+    limit_dtype(name, "x", x, HALVES)
     for label, table in (("cos", cos), ("sin", sin)):
         limit_dtype(name, label, table, (x.dtype,))
+        limit_shape(
+            name,
+            x.dim() == table.dim() == 4 and table.shape[1] == 1,
+            f"x has shape {list(x.shape)} and {label} {list(table.shape)}; the kernel takes four "
+            f"axes and a second axis of {label} of 1",
+        )
     limit(
         name,
         "alignment",
@@ -108,10 +114,10 @@ def npu_rotary_mul(
     rotary_mode: str = "half",
     rotate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``r1 * input + r2 * rotated(input)``, where ``rotate`` ``[D, D]`` makes it ``input @ rotate``.
+    """``r1 * input + r2 * rotated(input)``.
 
     ``input``: ``[B, N, S, D]``, ``[B, S, N, D]`` or ``[S, B, N, D]``; ``r1``, ``r2``: cosines and
-    sines that broadcast to it.
+    sines that broadcast to it.  With ``rotate`` ``[D, D]``, rotated is ``input @ rotate``.
     """
     name = "npu_rotary_mul"
     limit_dtype(name, "input", input, FLOATS)
