@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from afd_testkit.npu.host_gaps import ANSWERS
+
 _NPU = re.compile(r"npu(:\d+)?")
 _CPU = torch.device("cpu")
 
@@ -22,6 +24,11 @@ _CPU = torch.device("cpu")
 def is_npu_name(value: object) -> bool:
     """Whether ``value`` is a string such as ``npu`` or ``npu:1``."""
     return isinstance(value, str) and _NPU.fullmatch(value) is not None
+
+
+def _is_npu(device: object) -> bool:
+    """A device argument that means the accelerator: its name, or an index alone."""
+    return is_npu_name(device) or (isinstance(device, int) and not isinstance(device, bool))
 
 
 def _here(value: Any) -> Any:
@@ -48,19 +55,21 @@ class RedirectMode(TorchFunctionMode):
         if kwargs:
             if kwargs.get("pin_memory") is True:
                 kwargs = {**kwargs, "pin_memory": False}
-            if is_npu_name(kwargs.get("device")):
+            if _is_npu(kwargs.get("device")):
                 kwargs = {**kwargs, "device": _CPU}
+        if func is torch.Tensor.to and len(args) > 1 and _is_npu(args[1]):
+            return func(args[0], _CPU, *args[2:], **kwargs)
         for value in args:
             if is_npu_name(value):
                 args = tuple(_here(value) for value in args)
                 break
-        return func(*args, **kwargs)
+        return ANSWERS.get(func, func)(*args, **kwargs)
 
 
 def _device(*args: Any, **kwargs: Any) -> torch.device:
     """``torch.device`` of the emulated process: an index alone means the NPU, as on a device."""
     first = args[0] if args else kwargs.get("type", kwargs.get("device"))
-    if isinstance(first, int) or is_npu_name(first):
+    if _is_npu(first):
         return _CPU
     return torch.device(*args, **kwargs)
 
