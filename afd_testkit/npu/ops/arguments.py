@@ -2,7 +2,8 @@
 
 A reference honours an argument or refuses it; it never ignores one.  :func:`emulated_only` says
 which values of an argument have a reference, :func:`limit_dtype` which dtypes the kernel takes,
-and :func:`undefined` stands for memory that a kernel leaves unwritten.
+:func:`limit_layout` which shapes and ranges, and :func:`require` what no relaxation can mend.
+:func:`undefined` stands for memory that a kernel leaves unwritten.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from afd_testkit.npu.errors import NotEmulated, describe_value
+from afd_testkit.npu.errors import KernelLimit, NotEmulated, describe_value
 from afd_testkit.npu.limits import limit
 
 # The floating dtypes that most Ascend kernels take.
@@ -57,9 +58,15 @@ def limit_dtype(
     )
 
 
-def limit_shape(operator: str, holds: bool, what: str) -> None:
-    """:class:`KernelLimit` of kind layout unless ``holds``."""
+def limit_layout(operator: str, holds: bool, what: str) -> None:
+    """:class:`KernelLimit` of kind layout unless ``holds`` or that kind is relaxed."""
     limit(operator, "layout", holds, what)
+
+
+def require(operator: str, holds: bool, what: str) -> None:
+    """:class:`KernelLimit` unless ``holds``: without it there is no result to compute."""
+    if not holds:
+        raise KernelLimit(f"{operator}: {what}.")
 
 
 def undefined(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

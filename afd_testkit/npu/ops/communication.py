@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.groups import group_named
-from afd_testkit.npu.limits import limit
 from afd_testkit.npu.operators import operator
 from afd_testkit.npu.ops import communication_v1, communication_v2
-from afd_testkit.npu.ops.arguments import HALVES, emulated_only, limit_dtype, limit_shape
+from afd_testkit.npu.ops.arguments import HALVES, emulated_only, limit_dtype, limit_layout, require
 from afd_testkit.npu.ops.exchange import group_of, summed
 
 __all__ = [
@@ -30,14 +28,15 @@ def _check_factors(
 ) -> None:
     limit_dtype(name, "the left factor", x1, HALVES)
     limit_dtype(name, "x2", x2, (x1.dtype,))
-    if x2.dim() != 2 or x1.shape[-1] != x2.shape[0]:
-        raise KernelLimit(
-            f"{name}: the factors have shapes {list(x1.shape)} and {list(x2.shape)}; they must be "
-            "[..., k] and [k, n]."
-        )
+    require(
+        name,
+        x2.dim() == 2 and x1.shape[-1] == x2.shape[0],
+        f"the factors have shapes {list(x1.shape)} and {list(x2.shape)}; they must be [..., k] "
+        "and [k, n]",
+    )
     if bias is not None:
         limit_dtype(name, "bias", bias, (x1.dtype,))
-        limit_shape(
+        require(
             name,
             list(bias.shape) == [x2.shape[1]],
             f"bias has shape {list(bias.shape)}; it must be [{x2.shape[1]}]",
@@ -107,8 +106,8 @@ def npu_mm_all_reduce_base(
         comm_quant_mode=(comm_quant_mode, (0,)),
     )
     _check_factors(name, x1, x2, bias)
-    limit_shape(name, x1.dim() in (2, 3), f"x1 has {x1.dim()} axes; the kernel takes 2 or 3")
-    limit_shape(
+    limit_layout(name, x1.dim() in (2, 3), f"x1 has {x1.dim()} axes; the kernel takes 2 or 3")
+    limit_layout(
         name,
         x1.numel() > 0 and x2.numel() > 0,
         f"x1 has shape {list(x1.shape)} and x2 {list(x2.shape)}; the kernel takes no empty tensor",
@@ -159,24 +158,25 @@ def npu_mm_reduce_scatter_base(
         comm_mode=(comm_mode, (None, "ai_cpu", "aiv")),
     )
     _check_factors(name, input, x2, None)
-    limit_shape(name, input.dim() == 2, f"input has {input.dim()} axes; the kernel takes 2")
-    limit_shape(
+    limit_layout(name, input.dim() == 2, f"input has {input.dim()} axes; the kernel takes 2")
+    limit_layout(
         name, world_size in (2, 4, 8, 16), f"{world_size} ranks; the kernel takes 2, 4, 8 or 16"
     )
     depth = input.shape[1]
-    limit_shape(
+    limit_layout(
         name,
         comm_mode == "aiv" or 256 <= depth < 65535,
         f"k is {depth}; without comm_mode 'aiv' the kernel takes 256 to 65534",
     )
     group = group_of(name, hcom, world_size, None)
-    if input.shape[0] % world_size:
-        raise KernelLimit(
-            f"{name}: {input.shape[0]} rows do not divide among {world_size} ranks; pad them."
-        )
-    limit(
+    rows = input.shape[0]
+    require(
         name,
-        "layout",
+        rows % world_size == 0,
+        f"{rows} rows do not divide among {world_size} ranks; pad",
+    )
+    limit_layout(
+        name,
         input.is_contiguous(),
         "input is transposed; the kernel takes it contiguous, call contiguous() first",
     )

@@ -13,13 +13,13 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.limits import limit
 from afd_testkit.npu.ops.arguments import (
     HALVES,
     emulated_only,
     limit_dtype,
-    limit_shape,
+    limit_layout,
+    require,
     undefined,
 )
 from afd_testkit.npu.ops.exchange import gathered, group_of, swapped
@@ -118,14 +118,15 @@ def _active_pairs(name: str, expert_ids: torch.Tensor, mask: torch.Tensor | None
     if mask is None:
         return torch.ones_like(expert_ids, dtype=torch.bool)
     limit_dtype(name, "x_active_mask", mask, (torch.bool,))
-    if mask.shape not in (expert_ids.shape, expert_ids.shape[:1]):
-        raise KernelLimit(
-            f"{name}: x_active_mask has shape {list(mask.shape)}; it must be "
-            f"{list(expert_ids.shape[:1])} or {list(expert_ids.shape)}, as expert_ids."
-        )
+    require(
+        name,
+        mask.shape in (expert_ids.shape, expert_ids.shape[:1]),
+        f"x_active_mask has shape {list(mask.shape)}; it must be {list(expert_ids.shape[:1])} or "
+        f"{list(expert_ids.shape)}, as expert_ids",
+    )
     if mask.dim() == 2:
         return mask
-    limit_shape(
+    limit_layout(
         name,
         not bool((mask[1:] & ~mask[:-1]).any()),
         f"x_active_mask is {mask.tolist()[:16]}; active tokens must come before inactive ones",
@@ -138,22 +139,23 @@ def _check_own(place: Place, expert_ids: torch.Tensor) -> None:
     name = place.operator
     tokens, top_k = expert_ids.shape
     limit_dtype(name, "expert_ids", expert_ids, (torch.int32,))
-    limit_shape(
+    limit_layout(
         name,
         tokens <= _MOST_TOKENS and top_k <= _MOST_PLACES and place.experts <= _MOST_EXPERTS,
         f"{tokens} tokens choose {top_k} of {place.experts} experts; the kernel takes "
         f"{_MOST_TOKENS} tokens, {_MOST_PLACES} of {_MOST_EXPERTS} experts",
     )
     ordered = expert_ids.sort(dim=1).values
-    limit_shape(
+    require(
         name,
         not bool((ordered[:, 1:] == ordered[:, :-1]).any()),
         "a row of expert_ids names one expert twice; the experts of a token must differ",
     )
-    if place.experts % place.world_size:
-        raise KernelLimit(
-            f"{name}: {place.experts} experts do not divide among {place.world_size} ranks."
-        )
+    require(
+        name,
+        place.experts % place.world_size == 0,
+        f"{place.experts} experts do not divide among {place.world_size} ranks",
+    )
 
 
 def agree(place: Place, expert_ids: torch.Tensor, mask: torch.Tensor | None) -> Experts:
@@ -176,22 +178,19 @@ def agree(place: Place, expert_ids: torch.Tensor, mask: torch.Tensor | None) -> 
 def _check_everyone(place: Place, sizes: list[int], wrong: list[int], masked: list[int]) -> None:
     """By rank: tokens, entries of expert_ids that are no expert, whether there is a mask."""
     name, needed = place.operator, max(sizes) * len(sizes)
-    if any(wrong):
-        raise KernelLimit(
-            f"{name}: {wrong} entries of expert_ids, by rank, are no expert from 0 to "
-            f"{place.experts - 1}; make them so, or inactive."
-        )
-    if place.global_bs == 0 and len(set(sizes)) > 1:
-        raise KernelLimit(
-            f"{name}: ranks have {sizes} tokens and global_bs is 0, which says equally many; pass "
-            f"the largest number times the ranks, {needed}."
-        )
-    if place.global_bs and needed > place.global_bs:
-        raise KernelLimit(
-            f"{name}: ranks have {sizes} tokens and global_bs is {place.global_bs}; it must be at "
-            f"least the largest number times the ranks, {needed}."
-        )
-    limit_shape(
+    require(
+        name,
+        not any(wrong),
+        f"{wrong} entries of expert_ids, by rank, are no expert from 0 to {place.experts - 1}; "
+        "make them so, or inactive",
+    )
+    require(
+        name,
+        place.global_bs >= needed or (place.global_bs == 0 and len(set(sizes)) == 1),
+        f"ranks have {sizes} tokens and global_bs is {place.global_bs}; it must be at least the "
+        f"largest number times the ranks, {needed}, or 0 if all have equally many",
+    )
+    limit_layout(
         name,
         len(set(sizes)) == 1 or not any(masked),
         f"ranks have {sizes} tokens and an x_active_mask; with unequal numbers all tokens must be "
@@ -213,11 +212,12 @@ def dispatch(
     name = place.operator
     tokens, top_k = expert_ids.shape
     limit_dtype(name, "x", x, HALVES)
-    if x.dim() != 2 or x.shape[0] != tokens:
-        raise KernelLimit(
-            f"{name}: x has shape {list(x.shape)} and expert_ids {list(expert_ids.shape)}; they "
-            "must be [tokens, hidden] and [tokens, K]."
-        )
+    require(
+        name,
+        x.dim() == 2 and x.shape[0] == tokens,
+        f"x has shape {list(x.shape)} and expert_ids {list(expert_ids.shape)}; they must be "
+        "[tokens, hidden] and [tokens, K]",
+    )
     limit(
         name,
         "alignment",
@@ -286,11 +286,12 @@ def combine(
     experts = agree(place, expert_ids, mask)
     received = experts.received()
     expected = received.flatten().cumsum(0).tolist()
-    if ep_send_counts.tolist() != expected:
-        raise KernelLimit(
-            f"{name}: ep_send_counts are {ep_send_counts.tolist()[:16]}, expert_ids of all ranks "
-            f"give {expected[:16]}; pass what dispatch returned for the same expert_ids."
-        )
+    require(
+        name,
+        ep_send_counts.tolist() == expected,
+        f"ep_send_counts are {ep_send_counts.tolist()[:16]}, expert_ids of all ranks give "
+        f"{expected[:16]}; pass what dispatch returned for the same expert_ids",
+    )
     to_source = torch.empty(expected[-1], dtype=torch.int64)
     to_source[experts.by_source()] = torch.arange(expected[-1])
     sent, back = experts.sent(), [int(count) for count in received.sum(dim=0)]

@@ -10,18 +10,19 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.groups import group_named
+from afd_testkit.npu.ops.arguments import require
 
 
 def group_of(operator: str, name: str, world_size: int, rank: int | None) -> dist.ProcessGroup:
     """The group called ``name``; :class:`KernelLimit` where size or own rank are told wrongly."""
     group = group_named(name)
-    if group.size() != world_size or (rank is not None and group.rank() != rank):
-        raise KernelLimit(
-            f"{operator}: told {world_size} ranks and to be rank {rank}; the group {name!r} has "
-            f"{group.size()} ranks and this is rank {group.rank()}. Pass the group's own numbers."
-        )
+    require(
+        operator,
+        group.size() == world_size and rank in (None, group.rank()),
+        f"told {world_size} ranks and to be rank {rank}; the group {name!r} has {group.size()} "
+        f"ranks and this is rank {group.rank()}, pass these",
+    )
     return group
 
 

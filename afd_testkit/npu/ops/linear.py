@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.limits import limit
 from afd_testkit.npu.operators import operator
 from afd_testkit.npu.ops.arguments import (
@@ -18,7 +17,8 @@ from afd_testkit.npu.ops.arguments import (
     HALVES,
     emulated_only,
     limit_dtype,
-    limit_shape,
+    limit_layout,
+    require,
 )
 
 _DOCS = "torch_npu 2.10.0 operator documentation and shape functions"
@@ -118,7 +118,7 @@ def npu_transpose_batchmatmul(
         f"K is {depth} and N {columns}; the kernel takes multiples of 128",
     )
     widest = depth * batch if orders[0] == (1, 0, 2) else depth
-    limit_shape(
+    limit_layout(
         name,
         max(widest, columns) < 65536,
         f"K is {depth}, B {batch} and N {columns}; a row of input or weight must stay below 65536",
@@ -161,7 +161,7 @@ def batch_matmul_transpose(
     for label, tensor in (("tensor_b", tensor_b), ("tensor_c", tensor_c)):
         limit_dtype(name, label, tensor, (tensor_a.dtype,))
     rows = tensor_a.shape[0]
-    limit_shape(
+    limit_layout(
         name, 1 <= rows <= 1024, f"tensor_a has {rows} rows; the kernel takes 1 to 1024 of them"
     )
     product = torch.bmm(tensor_a.transpose(0, 1).float(), tensor_b.float()).transpose(0, 1)
@@ -184,8 +184,7 @@ def npu_top_k_top_p(
     """
     name = "npu_top_k_top_p"
     limit_dtype(name, "logits", logits, FLOATS)
-    if p is None and k is None:
-        raise KernelLimit(f"{name}: neither p nor k is given; give at least one of them.")
+    require(name, not (p is None and k is None), "neither p nor k is given; give one of them")
     ordered, order = torch.sort(logits.float(), dim=-1, stable=True)
     if k is not None:
         limit_dtype(name, "k", k, (torch.int32,))
@@ -202,7 +201,7 @@ def npu_top_k_top_p(
 def _keep_top_k(name: str, ordered: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     width = ordered.shape[1]
     most = min(width, 1024)
-    limit_shape(
+    limit_layout(
         name,
         bool(((k >= 1) & (k <= most)).all()),
         f"k is {k.tolist()[:8]}; the kernel takes 1 to {most} for {width} logits",
@@ -227,8 +226,8 @@ def npu_prefetch(
     """
     name = "npu_prefetch"
     size = input.numel() * input.element_size()
-    limit_shape(name, max_size > 0, f"max_size is {max_size}; it must be at least 1")
-    limit_shape(
+    limit_layout(name, max_size > 0, f"max_size is {max_size}; it must be at least 1")
+    limit_layout(
         name, 0 <= offset <= size, f"offset is {offset}; it must lie in input's {size} bytes"
     )
 
@@ -261,11 +260,12 @@ def get_masked_input_and_mask(
         added_vocab_start_index,
         added_vocab_end_index,
     )
-    if list(edges) != sorted(edges) or num_org_vocab_padding < 0:
-        raise KernelLimit(
-            f"_C_ascend.get_masked_input_and_mask: the vocabulary edges {list(edges[1:])} must "
-            f"not decrease or be negative, nor the padding of {num_org_vocab_padding}."
-        )
+    require(
+        "_C_ascend.get_masked_input_and_mask",
+        list(edges) == sorted(edges) and num_org_vocab_padding >= 0,
+        f"the vocabulary edges {list(edges[1:])} must not decrease or be negative, nor the "
+        f"padding of {num_org_vocab_padding}",
+    )
     original = (input >= org_vocab_start_index) & (input < org_vocab_end_index)
     added = (input >= added_vocab_start_index) & (input < added_vocab_end_index)
     rows = org_vocab_end_index - org_vocab_start_index + num_org_vocab_padding

@@ -13,7 +13,8 @@ from afd_testkit.npu.ops.arguments import (
     FLOATS,
     emulated_only,
     limit_dtype,
-    limit_shape,
+    limit_layout,
+    require,
     undefined,
 )
 
@@ -52,32 +53,31 @@ def _check_gating(
     group_select_mode: int,
 ) -> None:
     limit_dtype(name, "x", x, FLOATS)
-    limit_shape(name, x.dim() == 2, f"x has {x.dim()} axes; the kernel takes 2")
+    limit_layout(name, x.dim() == 2, f"x has {x.dim()} axes; the kernel takes 2")
     experts = x.shape[-1]
     if bias is not None:
         limit_dtype(name, "bias", bias, (x.dtype,))
-        limit_shape(
+        require(
             name,
             list(bias.shape) == [experts],
             f"bias has shape {list(bias.shape)}; it must be [{experts}], one for each expert",
         )
-    limit_shape(
+    limit_layout(
         name, experts <= MAX_EXPERTS, f"x has {experts} experts; the kernel takes {MAX_EXPERTS}"
     )
-    limit(
+    require(
         name,
-        "alignment",
         group_count >= 1 and experts % group_count == 0,
         f"{experts} experts do not divide into {group_count} groups",
     )
     in_group = experts // group_count
-    limit_shape(
+    require(
         name,
         1 <= k_group <= group_count and 1 <= k <= k_group * in_group,
         f"k={k} experts of k_group={k_group} groups cannot be chosen from {group_count} groups of "
         f"{in_group}",
     )
-    limit_shape(
+    limit_layout(
         name,
         group_select_mode == _GROUP_MAX or in_group >= 2,
         f"group_select_mode {group_select_mode} adds a group's two best, groups have {in_group}",
@@ -201,9 +201,9 @@ def npu_moe_gating_top_k(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As :func:`moe_gating_top_k`; ``renorm`` must be 0, a group has at least 3 experts."""
     name = "npu_moe_gating_top_k"
-    limit_shape(name, renorm == 0, f"renorm is {renorm}; this kernel takes 0")
+    limit_layout(name, renorm == 0, f"renorm is {renorm}; this kernel takes 0")
     in_group = x.shape[-1] // max(group_count, 1)
-    limit_shape(name, in_group > 2, f"a group has {in_group} experts; the kernel needs 3 or more")
+    limit_layout(name, in_group > 2, f"a group has {in_group} experts; the kernel needs 3 or more")
     return _gating(
         name,
         x,
@@ -238,18 +238,16 @@ def npu_moe_gating_top_k_softmax(
     name = "npu_moe_gating_top_k_softmax"
     emulated_only(name, finished=(finished, (None,)))
     limit_dtype(name, "x", x, FLOATS)
-    limit_shape(name, x.dim() in (2, 3), f"x has {x.dim()} axes; the kernel takes 2 or 3")
-    limit_shape(
-        name,
-        1 <= k <= min(x.shape[-1], 1024),
-        f"k is {k}; the kernel takes 1 to {min(x.shape[-1], 1024)} for {x.shape[-1]} experts",
-    )
+    limit_layout(name, x.dim() in (2, 3), f"x has {x.dim()} axes; the kernel takes 2 or 3")
+    experts = x.shape[-1]
+    require(name, 1 <= k <= experts, f"k is {k}; it must be 1 to {experts}, the experts")
+    limit_layout(name, k <= 1024, f"k is {k}; the kernel takes 1024")
     scores = x.float().softmax(dim=-1)
-    experts = _best(scores, k)
+    best = _best(scores, k)
     rows = scores.shape[:-1].numel()
     numbers = torch.arange(rows).unsqueeze(1) + rows * torch.arange(k).unsqueeze(0)
     return (
-        scores.gather(-1, experts).to(x.dtype),
-        experts.to(torch.int32),
-        numbers.view(experts.shape).to(torch.int32),
+        scores.gather(-1, best).to(x.dtype),
+        best.to(torch.int32),
+        numbers.view(best.shape).to(torch.int32),
     )

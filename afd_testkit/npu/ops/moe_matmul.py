@@ -7,13 +7,14 @@ from typing import TypeAlias
 
 import torch
 
-from afd_testkit.npu.errors import KernelLimit, NotEmulated
+from afd_testkit.npu.errors import NotEmulated
 from afd_testkit.npu.operators import operator
 from afd_testkit.npu.ops.arguments import (
     FLOATS,
     emulated_only,
     limit_dtype,
-    limit_shape,
+    limit_layout,
+    require,
     undefined,
 )
 
@@ -48,12 +49,13 @@ def _sizes(group_list: GroupList, group_list_type: int) -> list[int]:
         values = [int(value) for value in group_list]
     if group_list_type == _CUMSUM:
         values = [end - begin for begin, end in zip([0, *values[:-1]], values, strict=True)]
-    if any(size < 0 for size in values):
-        raise KernelLimit(
-            f"{_NAME}: group_list gives groups of {values} rows; with group_list_type "
-            f"{group_list_type} it must hold "
-            + ("numbers that do not decrease." if group_list_type == _CUMSUM else "no negatives.")
-        )
+    content = "numbers that do not decrease" if group_list_type == _CUMSUM else "no negatives"
+    require(
+        _NAME,
+        all(size >= 0 for size in values),
+        f"group_list gives groups of {values} rows; with group_list_type {group_list_type} it "
+        f"must hold {content}",
+    )
     return values
 
 
@@ -147,7 +149,7 @@ def npu_grouped_matmul(
     )
     dtype = x[0].dtype
     for label, tensors in (("x", x), ("weight", weight)):
-        limit_shape(_NAME, len(tensors) <= 128, f"{label} lists {len(tensors)} tensors, limit 128")
+        limit_layout(_NAME, len(tensors) <= 128, f"{label} lists {len(tensors)} tensors, limit 128")
         for tensor in tensors:
             limit_dtype(_NAME, label, tensor, FLOATS)
             limit_dtype(_NAME, label, tensor, (dtype,))
@@ -168,11 +170,12 @@ def _pairwise(
     split_item: int | None,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    if group_list is not None or split_item not in (0, 1) or len(x) != len(weight):
-        raise KernelLimit(
-            f"{_NAME}: group_type -1 pairs {len(x)} tensors of x with {len(weight)} of weight; it "
-            f"takes equally many, no group_list, and split_item 0 or 1 (given {split_item})."
-        )
+    require(
+        _NAME,
+        group_list is None and split_item in (0, 1) and len(x) == len(weight),
+        f"group_type -1 pairs {len(x)} tensors of x with {len(weight)} of weight; it takes equally "
+        f"many, no group_list, and split_item 0 or 1 (given {split_item})",
+    )
     biases = _per_group(bias, len(x), 1)
     return [_product(*each, dtype) for each in zip(x, weight, biases, strict=True)]
 
@@ -186,21 +189,20 @@ def _by_rows(
     split_item: int | None,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    if split_item not in (2, 3):
-        raise KernelLimit(f"{_NAME}: group_type 0 takes split_item 2 or 3, given {split_item}.")
-    if group_list is None and len(x) == 1:
-        raise KernelLimit(f"{_NAME}: group_type 0 with one x needs a group_list.")
+    require(_NAME, split_item in (2, 3), f"group_type 0 takes split_item 2 or 3, not {split_item}")
+    require(_NAME, group_list is not None or len(x) > 1, "group_type 0 needs a group_list")
     rows = x[0] if len(x) == 1 else torch.cat(list(x))
     sizes = (
         [each.shape[0] for each in x] if group_list is None else _sizes(group_list, group_list_type)
     )
     weights = _per_group(weight, len(sizes), 2)
-    limit_shape(_NAME, len(sizes) <= 1024, f"group_list has {len(sizes)} groups, limit 1024")
-    if len(weights) != len(sizes) or sum(sizes) > rows.shape[0]:
-        raise KernelLimit(
-            f"{_NAME}: group_list gives groups of {sizes} rows for {rows.shape[0]} rows of x and "
-            f"{len(weights)} weights; it needs one group a weight and no more rows than there are."
-        )
+    limit_layout(_NAME, len(sizes) <= 1024, f"group_list has {len(sizes)} groups, limit 1024")
+    require(
+        _NAME,
+        len(weights) == len(sizes) and sum(sizes) <= rows.shape[0],
+        f"group_list gives groups of {sizes} rows for {rows.shape[0]} rows of x and {len(weights)} "
+        "weights; it needs one group a weight and no more rows than there are",
+    )
     width = weights[0].shape[-1] if weights[0] is not None else 0
     y = undefined((rows.shape[0], width), dtype)
     biases = _per_group(bias, len(sizes), 1)

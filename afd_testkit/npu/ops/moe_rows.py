@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.operators import operator
 from afd_testkit.npu.ops.arguments import (
     FLOATS,
     emulated_only,
     limit_dtype,
-    limit_shape,
+    limit_layout,
+    require,
     undefined,
 )
 
@@ -52,17 +52,19 @@ def _init_routing(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     limit_dtype(name, "x", x, (*FLOATS, torch.int8))
     limit_dtype(name, "expert_idx", expert_idx, (torch.int32,))
-    if x.dim() != 2 or expert_idx.dim() != 2 or x.shape[0] != expert_idx.shape[0]:
-        raise KernelLimit(
-            f"{name}: x has shape {list(x.shape)} and expert_idx {list(expert_idx.shape)}; they "
-            "must be [rows, hidden] and [rows, K]."
-        )
+    require(
+        name,
+        x.dim() == expert_idx.dim() == 2 and x.shape[0] == expert_idx.shape[0],
+        f"x has shape {list(x.shape)} and expert_idx {list(expert_idx.shape)}; they must be "
+        "[rows, hidden] and [rows, K]",
+    )
     first, end = active_expert_range or (0, expert_num)
-    if not 0 <= first < end <= expert_num:
-        raise KernelLimit(
-            f"{name}: active_expert_range is [{first}, {end}]; it must increase within 0 and "
-            f"expert_num, {expert_num}."
-        )
+    require(
+        name,
+        0 <= first < end <= expert_num,
+        f"active_expert_range is [{first}, {end}]; it must increase within 0 and expert_num, "
+        f"{expert_num}",
+    )
     top_k, pairs = expert_idx.shape[1], expert_idx.numel()
     flat = expert_idx.flatten().long()
     active = (flat >= first) & (flat < end)
@@ -198,12 +200,12 @@ def npu_moe_init_routing_v2(
         expert_tokens_num_type=(expert_tokens_num_type, (_CUMSUM, _COUNT, _KEY_VALUE)),
         row_idx_type=(row_idx_type, (_GATHER, _SCATTER)),
     )
-    limit_shape(
+    limit_layout(
         name,
         active_num == expert_idx.numel(),
         f"active_num is {active_num}; the kernel takes rows * K, {expert_idx.numel()}",
     )
-    limit_shape(
+    limit_layout(
         name,
         expert_tokens_num_type != _CUMSUM and expert_tokens_num_flag,
         f"expert_tokens_num_type is {expert_tokens_num_type} and expert_tokens_num_flag "
@@ -246,7 +248,7 @@ def npu_moe_token_permute(
     limit_dtype(name, "tokens", tokens, FLOATS)
     limit_dtype(name, "indices", indices, _INTEGERS)
     top_k = indices.shape[1] if indices.dim() == 2 else 1
-    limit_shape(name, top_k <= 512, f"indices has {top_k} columns; the kernel takes 512")
+    limit_layout(name, top_k <= 512, f"indices has {top_k} columns; the kernel takes 512")
     order = torch.sort(indices.flatten(), stable=True).indices
     position = torch.empty_like(order)
     position[order] = torch.arange(order.numel())
@@ -280,11 +282,12 @@ def npu_moe_token_unpermute(
     limit_dtype(name, "permuted_tokens", permuted_tokens, FLOATS)
     limit_dtype(name, "sorted_indices", sorted_indices, _INTEGERS)
     index = sorted_indices.long()
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < permuted_tokens.shape[0]:
-        raise KernelLimit(
-            f"{name}: sorted_indices run from {int(index.min())} to {int(index.max())}; "
-            f"permuted_tokens has {permuted_tokens.shape[0]} rows."
-        )
+    copies = permuted_tokens.shape[0]
+    require(
+        name,
+        bool(((index >= 0) & (index < copies)).all()),
+        f"sorted_indices are {index.tolist()[:16]}; permuted_tokens has {copies} rows",
+    )
     gathered = permuted_tokens[index].float()
     if probs is None:
         return gathered.to(permuted_tokens.dtype)
@@ -319,10 +322,16 @@ def npu_moe_finalize_routing(
     name = "npu_moe_finalize_routing"
     emulated_only(name, drop_pad_mode=(drop_pad_mode, (0, None)))
     limit_dtype(name, "expanded_permuted_rows", expanded_permuted_rows, FLOATS)
-    if skip2 is not None and skip1 is None:
-        raise KernelLimit(f"{name}: skip2 is given without skip1; give skip1 first.")
-    if (bias is None) != (export_for_source_row is None):
-        raise KernelLimit(f"{name}: bias and export_for_source_row belong together; give both.")
+    limit_layout(
+        name,
+        skip1 is not None or skip2 is None,
+        "skip2 is given without skip1; the kernel takes skip1 first",
+    )
+    require(
+        name,
+        bias is None or export_for_source_row is not None,
+        "bias is given without export_for_source_row, which says whose bias each row gets",
+    )
     top_k = 1 if scales is None else scales.shape[1]
     index = expanded_src_to_dst_row.long().view(top_k, -1).t()
     values = expanded_permuted_rows[index].float()

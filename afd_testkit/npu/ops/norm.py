@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from afd_testkit.npu.operators import operator
-from afd_testkit.npu.ops.arguments import FLOATS, limit_dtype, limit_shape
+from afd_testkit.npu.ops.arguments import FLOATS, limit_dtype, limit_layout, require
 
 _DOCS = "torch_npu 2.10.0 operator documentation and shape functions"
 _ADD_BIAS = "vllm-ascend 0.23.0 csrc/moe/add_rms_norm_bias"
@@ -25,7 +25,7 @@ def _normalized(
     limit_dtype(name, "the input", like, FLOATS)
     limit_dtype(name, "gamma", gamma, (like.dtype,))
     axes = list(range(x.dim() - gamma.dim(), x.dim()))
-    limit_shape(
+    require(
         name,
         x.dim() >= gamma.dim() and list(x.shape[-gamma.dim() :]) == list(gamma.shape),
         f"gamma has shape {list(gamma.shape)}, the input {list(x.shape)}; gamma's shape must be "
@@ -87,7 +87,7 @@ def _add_rms_norm(
     epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     limit_dtype(name, "x2", x2, (x1.dtype,))
-    limit_shape(
+    require(
         name,
         x1.shape == x2.shape,
         f"x1 has shape {list(x1.shape)}, x2 {list(x2.shape)}; they must be equal",
@@ -98,7 +98,7 @@ def _add_rms_norm(
     y = normal * gamma.float()
     if beta is not None:
         limit_dtype(name, "beta", beta, (x1.dtype,))
-        limit_shape(
+        require(
             name,
             beta.shape == gamma.shape,
             f"beta has shape {list(beta.shape)}, gamma {list(gamma.shape)}; they must be equal",
@@ -141,7 +141,7 @@ def npu_add_rms_norm_bias(
 
     ``beta`` has the shape and dtype of ``gamma``; ``epsilon`` must not be negative.
     """
-    limit_shape(
+    limit_layout(
         "_C_ascend.npu_add_rms_norm_bias",
         epsilon >= 0,
         f"epsilon is {epsilon}; it must not be negative",
@@ -162,7 +162,7 @@ def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """
     limit_dtype("npu_swiglu", "input", input, FLOATS)
     extent = input.shape[dim]
-    limit_shape(
+    require(
         "npu_swiglu",
         extent % 2 == 0,
         f"input has {extent} elements along dim {dim}; the number must be even",

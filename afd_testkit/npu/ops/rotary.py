@@ -8,10 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.limits import limit
 from afd_testkit.npu.operators import operator
-from afd_testkit.npu.ops.arguments import FLOATS, HALVES, emulated_only, limit_dtype, limit_shape
+from afd_testkit.npu.ops.arguments import (
+    FLOATS,
+    HALVES,
+    emulated_only,
+    limit_dtype,
+    limit_layout,
+    require,
+)
 
 _DOCS = "torch_npu 2.10.0 operator documentation and shape functions"
 _ATB = "torch_npu 2.10.0 libop_plugin_atb schemas; vllm-ascend 0.23.0 ops/rotary_embedding.py"
@@ -51,7 +57,7 @@ def npu_rotary_embedding(
     are rotated: the cache must be as wide as a head.
     """
     name = "_npu_rotary_embedding"
-    limit_shape(
+    require(
         name,
         cos_sin_cache.shape[-1] == head_size,
         f"cos_sin_cache has {cos_sin_cache.shape[-1]} columns, head_size is {head_size}; the "
@@ -85,11 +91,11 @@ def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     limit_dtype(name, "x", x, HALVES)
     for label, table in (("cos", cos), ("sin", sin)):
         limit_dtype(name, label, table, (x.dtype,))
-        limit_shape(
+        limit_layout(
             name,
             x.dim() == table.dim() == 4 and table.shape[1] == 1,
             f"x has shape {list(x.shape)} and {label} {list(table.shape)}; the kernel takes four "
-            f"axes and a second axis of {label} of 1",
+            f"axes, the second of {label} of extent 1",
         )
     limit(
         name,
@@ -122,13 +128,10 @@ def npu_rotary_mul(
     name = "npu_rotary_mul"
     limit_dtype(name, "input", input, FLOATS)
     emulated_only(name, rotary_mode=(rotary_mode, tuple(_ROTATED)))
-    limit_shape(name, input.dim() == 4, f"input has {input.dim()} axes; the kernel takes 4")
-    limit(
-        name,
-        "alignment",
-        input.shape[-1] % 2 == 0 and input.shape[-1] < 896,
-        f"input has heads of {input.shape[-1]} elements; the kernel takes even numbers below 896",
-    )
+    limit_layout(name, input.dim() == 4, f"input has {input.dim()} axes; the kernel takes 4")
+    width = input.shape[-1]
+    require(name, width % 2 == 0, f"input has heads of {width} elements; it needs an even number")
+    limit_layout(name, width < 896, f"input has heads of {width} elements; the kernel takes 894")
     x = input.float()
     rotated = _ROTATED[rotary_mode](x) if rotate is None else x @ rotate.float()
     return (r1.float() * x + r2.float() * rotated).to(input.dtype)
@@ -157,11 +160,11 @@ def npu_apply_rotary_pos_emb(
     emulated_only(
         name, layout=(layout, ("BSH", "BSND")), rotary_mode=(rotary_mode, tuple(_ROTATED))
     )
-    if query.dim() != 4 or key.dim() != 4:
-        raise KernelLimit(
-            f"{name}: query has {query.dim()} axes and key {key.dim()}; both need the four axes "
-            "[B, S, N, D]."
-        )
+    require(
+        name,
+        query.dim() == key.dim() == 4,
+        f"query has {query.dim()} axes and key {key.dim()}; both need four, [B, S, N, D]",
+    )
     limit_dtype(name, "query", query, FLOATS)
     for label, tensor in (("key", key), ("cos", cos), ("sin", sin)):
         limit_dtype(name, label, tensor, (query.dtype,))
