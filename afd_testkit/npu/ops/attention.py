@@ -1,4 +1,8 @@
-"""Reference operators: attention."""
+"""Reference operators: attention.
+
+The two versions of the fused inference attention and the merge of partial results are here; the
+operators imported below are declared in their modules.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,18 @@ from afd_testkit.npu.errors import KernelLimit, NotEmulated
 from afd_testkit.npu.limits import limit
 from afd_testkit.npu.operators import operator
 from afd_testkit.npu.ops.attention_core import Visibility
-from afd_testkit.npu.ops.attention_fused import FLOATS, Fused, Lengths, refuse_given
+from afd_testkit.npu.ops.attention_fused import Fused, Lengths, refuse_given
+from afd_testkit.npu.ops.attention_limits import FLOATS
+from afd_testkit.npu.ops.attention_packed import npu_fusion_attention
+from afd_testkit.npu.ops.attention_paged import _npu_paged_attention
+
+__all__ = [
+    "_npu_paged_attention",
+    "npu_attention_update",
+    "npu_fused_infer_attention_score",
+    "npu_fused_infer_attention_score_v2",
+    "npu_fusion_attention",
+]
 
 FUSED = "torch_npu.npu_fused_infer_attention_score"
 FUSED_V2 = "torch_npu.npu_fused_infer_attention_score_v2"

@@ -21,15 +21,14 @@ def attend(
     *,
     scale: float,
     hidden: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of one request, in float32 (float64 where an input is float64).
 
     ``query`` [N, Sq, D], ``key`` [Nkv, Skv, D], ``value`` [Nkv, Skv, Dv], N a multiple of Nkv:
     query head n reads key head n // (N / Nkv).  ``hidden`` bool, broadcastable to [N, Sq, Skv],
-    true where a key is not seen.  ``bias`` is added to the scaled scores, ``sink`` [N] is the
-    score of one more key per head whose value is zero.
+    true where a key is not seen.  ``sink`` [N] is the score of one more key per head, whose value
+    is zero.
 
     Returns the output [N, Sq, Dv] and the logarithm of the softmax denominator [N, Sq].  A query
     that sees nothing gets zeros and -inf.
@@ -44,20 +43,19 @@ def attend(
         )
     grouped = query.to(dtype).reshape(kv_heads, heads // kv_heads * queries, dim)
     scores = torch.bmm(grouped, key.to(dtype).transpose(1, 2)).view(heads, queries, keys) * scale
-    if bias is not None:
-        scores = scores + bias.to(dtype)
     if hidden is not None:
         scores = scores.masked_fill(hidden, float("-inf"))
     if sink is not None:
         scores = torch.cat([scores, sink.to(dtype).view(-1, 1, 1).expand(-1, queries, 1)], dim=-1)
-    lse = torch.logsumexp(scores, dim=-1)
+    top = scores.amax(dim=-1, keepdim=True)
     # exp(-inf - 0) is 0, where exp(-inf + inf) is not a number: nothing seen gives zeros.
-    norm = lse.masked_fill(lse == float("-inf"), 0.0)
-    weights = scores[..., :keys].sub_(norm.unsqueeze(-1)).exp_()
-    output = torch.bmm(
-        weights.reshape(kv_heads, heads // kv_heads * queries, keys), value.to(dtype)
-    )
-    return output.view(heads, queries, value_dim), lse
+    top = top.masked_fill(top == float("-inf"), 0.0)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    seen = weights[..., :keys].reshape(kv_heads, heads // kv_heads * queries, keys)
+    output = torch.bmm(seen, value.to(dtype)).view(heads, queries, value_dim)
+    lse = (top + total.log()).squeeze(-1)
+    return output / total.masked_fill(total == 0, 1.0), lse
 
 
 @functools.cache

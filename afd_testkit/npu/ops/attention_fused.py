@@ -11,6 +11,13 @@ import torch
 from afd_testkit.npu.errors import KernelLimit, NotEmulated
 from afd_testkit.npu.limits import limit
 from afd_testkit.npu.ops.attention_core import Visibility, attend
+from afd_testkit.npu.ops.attention_limits import (
+    LATENT_DIM,
+    Shapes,
+    check_dtypes,
+    check_lengths,
+    check_shapes,
+)
 from afd_testkit.npu.ops.attention_requests import (
     PagedCache,
     as_lengths,
@@ -21,7 +28,9 @@ from afd_testkit.npu.ops.attention_requests import (
     to_tokens_first,
 )
 
-FLOATS = (torch.float16, torch.bfloat16)
+PACKED = ("TND", "NTD")
+# The number of axes of a query, and the one that holds its heads.
+AXES = {"BSH": (3, 2), "BSND": (4, 2), "BNSD": (4, 1), "TND": (3, 1), "NTD": (3, 0)}
 Lengths: TypeAlias = Sequence[int] | torch.Tensor | None
 
 
@@ -65,79 +74,129 @@ class Fused:
         """The output in the layout asked for, and the logarithms of the denominators.
 
         These are float32 [T, N, 1] for packed layouts and [B, N, S, 1] for padded ones, or [1]
-        holding zero where they are not asked for.
+        holding zero where they are not asked for.  Tokens of no request get zeros and -inf.
         """
         given, returned = split_layout(self.operator, self.layout)
-        self._check(given)
-        packed = given in ("TND", "NTD")
+        packed = given in PACKED
+        self._check_arguments(given)
         query = to_tokens_first(self.query, given, self.heads)
+        rows = self._packed_rows(query) if packed else self._padded_rows(query)
+        queries = [query[row].shape[0] for row in rows]
+        check_shapes(self._shapes(query.shape[-1], max(queries, default=0)))
         if self.query_rope is not None:
             rope = to_tokens_first(self.query_rope, given, self.heads)
             query = torch.cat([query, rope], dim=-1)
-        value_dim = self._value_dim(given)
-        output = query.new_zeros((*query.shape[:-1], value_dim))
+        keys = self._keys(given, len(rows))
+        if packed:
+            check_lengths(
+                self.operator,
+                sparse_mode=self.visibility.mode,
+                total=query.shape[0],
+                queries=queries,
+                keys=[key.shape[0] for key, _ in keys],
+            )
+        output = query.new_zeros((*query.shape[:-1], self._value_dim()))
         lse = torch.full(query.shape[:-1], float("-inf"), dtype=torch.float32)
-        rows = self._packed_rows(query) if packed else self._padded_rows(query)
-        for request, (row, (key, value)) in enumerate(
-            zip(rows, self._keys(given, len(rows)), strict=True)
-        ):
-            if query[row].shape[0] == 0:
-                continue
-            out, denominator = attend(
+        for request, (row, (key, value)) in enumerate(zip(rows, keys, strict=True)):
+            out, denominators = attend(
                 query[row].transpose(0, 1),
                 key.transpose(0, 1),
                 value.transpose(0, 1),
                 scale=self.scale,
-                hidden=self.visibility.hidden(request, query[row].shape[0], key.shape[0]),
+                hidden=self.visibility.hidden(request, queries[request], key.shape[0]),
                 sink=self.sink,
             )
             output[row] = out.transpose(0, 1).to(output.dtype)
-            lse[row] = denominator.transpose(0, 1).to(torch.float32)
+            lse[row] = denominators.transpose(0, 1).to(torch.float32)
+        attended = from_tokens_first(output, returned)
         if not self.want_lse:
-            return from_tokens_first(output, returned), torch.zeros(1)
+            return attended, torch.zeros(1)
         lse = lse.unsqueeze(-1)
-        return from_tokens_first(output, returned), (
-            lse if packed else lse.transpose(1, 2).contiguous()
-        )
+        return attended, lse if packed else lse.transpose(1, 2).contiguous()
 
-    def _check(self, given: str) -> None:
+    def _check_arguments(self, given: str) -> None:
+        """What contradicts itself, whatever is relaxed; and the dtypes."""
         operator = self.operator
         if (self.query_rope is None) != (self.key_rope is None):
             raise KernelLimit(
                 f"{operator}: query_rope and key_rope are given together or not at all."
             )
-        if self.heads % self.kv_heads:
+        if self.heads <= 0 or self.kv_heads <= 0 or self.heads % self.kv_heads:
             raise KernelLimit(
-                f"{operator}: {self.heads} query heads are no multiple of {self.kv_heads} key "
-                "heads."
+                f"{operator}: {self.heads} query heads for {self.kv_heads} key heads; the first "
+                "are a multiple of the second."
             )
-        axis = {"BSND": 2, "BNSD": 1, "TND": 1, "NTD": 0}.get(given)
-        if axis is not None and self.query.shape[axis] != self.heads:
-            raise KernelLimit(
-                f"{operator}: query {list(self.query.shape)} in layout {given} does not have the "
-                f"{self.heads} heads named."
+        if not 0 <= self.inner_precise <= 3:
+            raise KernelLimit(f"{operator}: inner_precise={self.inner_precise}; it is 0 to 3.")
+        if self.sink is not None and self.want_lse:
+            raise NotEmulated(
+                f"{operator}: the logarithms of the denominators beside learnable_sink have no "
+                "reference; ask for one of them."
             )
-        for name, tensor in self._tensors():
-            limit(
-                operator,
-                "dtype",
-                tensor.dtype in FLOATS,
-                f"{name} is float16 or bfloat16, not {tensor.dtype}",
-            )
+        tensors = self._tensors()
+        for name, tensor in tensors.items():
+            if name.startswith("query"):
+                self._check_axes(name, tensor, given, self.heads)
+            elif self.block_table is None:
+                self._check_axes(name, tensor, given, self.kv_heads)
             if tensor.dtype != self.query.dtype:
                 raise KernelLimit(
                     f"{operator}: {name} is {tensor.dtype} and query {self.query.dtype}; they "
                     "have one dtype."
                 )
+        check_dtypes(
+            operator,
+            tensors,
+            bfloat16_only=given in PACKED and self.query.shape[-1] != LATENT_DIM,
+        )
+        if self.block_table is not None:
+            limit(
+                operator,
+                "dtype",
+                self.block_table.dtype == torch.int32,
+                f"block_table is int32, not {self.block_table.dtype}",
+            )
 
-    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
-        named = [("query", self.query), ("key", self.key), ("value", self.value)]
+    def _check_axes(self, name: str, tensor: torch.Tensor, given: str, heads: int) -> None:
+        axes, heads_axis = AXES[given]
+        if tensor.dim() == axes:
+            size = tensor.shape[heads_axis]
+            if size % heads == 0 if given == "BSH" else size == heads:
+                return
+        raise KernelLimit(
+            f"{self.operator}: {name} {list(tensor.shape)} is not in layout {given} with {heads} "
+            "heads."
+        )
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        named = {"query": self.query, "key": self.key, "value": self.value}
         if self.query_rope is not None and self.key_rope is not None:
-            named += [("query_rope", self.query_rope), ("key_rope", self.key_rope)]
+            named |= {"query_rope": self.query_rope, "key_rope": self.key_rope}
         return named
 
-    def _value_dim(self, given: str) -> int:
+    def _shapes(self, dim: int, longest: int) -> Shapes:
+        paged = self.block_table is not None
+        rope = self.query_rope
+        given, _ = split_layout(self.operator, self.layout)
+        return Shapes(
+            operator=self.operator,
+            layout=self.layout,
+            dim=dim,
+            value_dim=self._value_dim(),
+            rope_dim=None if rope is None else to_tokens_first(rope, given, self.heads).shape[-1],
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            longest=longest,
+            sparse_mode=self.visibility.mode,
+            masked=self.visibility.mask is not None,
+            cache_axes=self.key.dim() if paged else None,
+            block_size=self.block_size if paged else None,
+            sink=self.sink is not None,
+        )
+
+    def _value_dim(self) -> int:
         value = self.value
+        given, _ = split_layout(self.operator, self.layout)
         if self.block_table is not None:
             return PagedCache(self.operator, "value", value, self.kv_heads).dim
         return int(to_tokens_first(value, given, self.kv_heads).shape[-1])
@@ -167,7 +226,7 @@ class Fused:
         if self.key_rope is not None:
             key = torch.cat([key, to_tokens_first(self.key_rope, given, self.kv_heads)], dim=-1)
         rows: Sequence[slice | tuple[int, slice]]
-        if given in ("TND", "NTD"):
+        if given in PACKED:
             if lengths is None or len(lengths) != requests:
                 raise KernelLimit(
                     f"{self.operator}: layout {self.layout} takes the cumulative lengths of keys, "
@@ -203,6 +262,11 @@ class Fused:
             raise KernelLimit(
                 f"{operator}: block_table {list(table.shape)} for {requests} requests; it has one "
                 "row for each."
+            )
+        if self.layout.startswith(PACKED) and len(lengths) < requests:
+            raise KernelLimit(
+                f"{operator}: {len(lengths)} lengths of keys for {requests} requests; with a block "
+                "table there is one for each."
             )
         most = table.shape[1] * self.block_size
         taken = per_request(operator, "lengths of keys", lengths, requests, most)

@@ -118,6 +118,12 @@ class PagedCache:
                 f"{self.operator}: {self.name} {list(self.cache.shape)} is no paged cache; it has "
                 "3, 4 or 5 axes."
             )
+        shape = list(self.cache.shape)
+        fits = shape[2] % self.heads == 0 if len(shape) == 3 else shape[1] == self.heads
+        if not fits:
+            raise KernelLimit(
+                f"{self.operator}: {self.name} {shape} does not have the {self.heads} heads named."
+            )
 
     @property
     def block_size(self) -> int:

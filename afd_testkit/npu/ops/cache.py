@@ -119,7 +119,8 @@ def npu_kv_rmsnorm_rope_cache(
 
     The rotary part comes interleaved (pairs 2i, 2i + 1) and leaves in halves (i, i + Dk / 2).
     Returns k_cache, ckv_cache, and, if ``is_output_kv``, the rotated part [B, 1, S, Dk] and the
-    normalised part [B, 1, S, Dv]; otherwise these two are empty.
+    normalised part [B, 1, S, Dv]; otherwise these two hold
+    NaN: a device leaves them unset.
     """
     for name, given in (
         ("k_rope_scale", k_rope_scale),
@@ -138,6 +139,7 @@ def npu_kv_rmsnorm_rope_cache(
             f"{NORM_ROPE}: kv {list(kv.shape)} with gamma [{norm_dim}] and cos of {rope_dim}; kv "
             f"is [B, 1, S, {norm_dim + rope_dim}]."
         )
+    _check_norm_rope(kv, gamma, cos, sin, index, k_cache, ckv_cache)
     normed = _rms_norm(kv[..., :norm_dim], gamma, epsilon)
     rotated = _rotate_interleaved(kv[..., norm_dim:], cos, sin)
     for cache, tokens in ((k_cache, rotated), (ckv_cache, normed)):
@@ -147,8 +149,56 @@ def npu_kv_rmsnorm_rope_cache(
         size = blocks.shape[1]
         blocks[slots // size, slots % size] = flat[kept].to(cache.dtype).view(-1, *blocks.shape[2:])
     if not is_output_kv:
-        return k_cache, ckv_cache, kv.new_empty(0), kv.new_empty(0)
+        return (
+            k_cache,
+            ckv_cache,
+            torch.full_like(rotated, float("nan")),
+            torch.full_like(normed, float("nan")),
+        )
     return k_cache, ckv_cache, rotated, normed
+
+
+def _check_norm_rope(
+    kv: torch.Tensor,
+    gamma: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    index: torch.Tensor,
+    k_cache: torch.Tensor,
+    ckv_cache: torch.Tensor,
+) -> None:
+    rope_dim, norm_dim = cos.shape[-1], gamma.shape[-1]
+    for name, tensor in (("kv", kv), ("gamma", gamma), ("cos", cos), ("sin", sin)):
+        limit(
+            NORM_ROPE,
+            "dtype",
+            tensor.dtype in FLOATS,
+            f"{name} is float16 or bfloat16, not {tensor.dtype}; convert it",
+        )
+    limit(NORM_ROPE, "dtype", index.dtype == torch.int64, f"index is int64, not {index.dtype}")
+    if cos.dim() != 4 or cos.shape != sin.shape or rope_dim % 2:
+        raise KernelLimit(
+            f"{NORM_ROPE}: cos {list(cos.shape)} and sin {list(sin.shape)}; both are "
+            "[B, 1, S, Dk] with an even Dk."
+        )
+    if index.numel() != kv.shape[0] * kv.shape[2]:
+        raise KernelLimit(
+            f"{NORM_ROPE}: index has {index.numel()} slots for {kv.shape[0] * kv.shape[2]} tokens."
+        )
+    for name, cache, dim in (("k_cache", k_cache, rope_dim), ("ckv_cache", ckv_cache, norm_dim)):
+        if cache.dim() != 4 or list(cache.shape[2:]) != [1, dim] or cache.dtype != kv.dtype:
+            raise KernelLimit(
+                f"{NORM_ROPE}: {name} is {cache.dtype}{list(cache.shape)}; it is "
+                f"{kv.dtype}[blocks, block_size, 1, {dim}]."
+            )
+        width = cache.shape[1] * cache.element_size()
+        limit(
+            NORM_ROPE,
+            "alignment",
+            width % 32 == 0,
+            f"{name} has blocks of {cache.shape[1]} tokens; times the {cache.element_size()} bytes "
+            "of an element that is a multiple of 32",
+        )
 
 
 def _rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -169,6 +219,10 @@ def _blocks(cache: torch.Tensor, cache_mode: str) -> torch.Tensor:
     blocks, size, heads, dim = cache.shape
     if cache_mode == "PA":
         return cache
+    if dim % 16:
+        raise KernelLimit(
+            f"{NORM_ROPE}: heads of {dim} elements in mode PA_NZ; they have a multiple of 16."
+        )
     return cache.view(blocks, heads * dim // 16, size, 16).transpose(1, 2)
 
 
@@ -197,29 +251,16 @@ def npu_paged_cache_load(
     running sum from 0; ``seq_starts`` int32 [B], the first token of each request that is read.
     Returns [T, N, D] and [T, N, Dv]; written into ``key`` and ``value`` where these are given.
     """
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        limit(
-            LOAD,
-            "dtype",
-            cache.dtype in CACHE_DTYPES,
-            f"{name} is float16, bfloat16 or int8, not {cache.dtype}",
-        )
-        width = cache.shape[2] * cache.shape[3] * cache.element_size()
-        limit(
-            LOAD,
-            "alignment",
-            width % 32 == 0,
-            f"a token of {name} takes {width} bytes; it is a multiple of 32",
+    _check_load(key_cache, value_cache, block_table, context_lens, seq_starts)
+    if cumsum and (context_lens.numel() == 0 or int(context_lens[0]) != 0):
+        raise KernelLimit(
+            f"{LOAD}: with cumsum, context_lens is a running sum that starts at 0, not "
+            f"{context_lens.tolist()}."
         )
     lengths = context_lens.diff().tolist() if cumsum else context_lens.tolist()
     starts = [0] * len(lengths) if seq_starts is None else seq_starts.tolist()
+    taken = _slots_of(key_cache, block_table, starts, lengths)
     size = key_cache.shape[1]
-    slots = []
-    for request, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        positions = torch.arange(start, start + length)
-        blocks = block_table[request][positions // size].long()
-        slots.append(blocks * size + positions % size)
-    taken = torch.cat(slots) if slots else torch.empty(0, dtype=torch.long)
     results = []
     for name, cache, out in (("key", key_cache, key), ("value", value_cache, value)):
         tokens = cache[taken // size, taken % size]
@@ -233,3 +274,70 @@ def npu_paged_cache_load(
             )
         results.append(out.copy_(tokens))
     return results[0], results[1]
+
+
+def _check_load(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    seq_starts: torch.Tensor | None,
+) -> None:
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dim() != 4 or cache.shape[:2] != key_cache.shape[:2]:
+            raise KernelLimit(
+                f"{LOAD}: {name} {list(cache.shape)}; both caches are [blocks, block_size, N, D] "
+                "with the same blocks."
+            )
+        limit(
+            LOAD,
+            "dtype",
+            cache.dtype in CACHE_DTYPES,
+            f"{name} is float16, bfloat16 or int8, not {cache.dtype}; convert it",
+        )
+        width = cache.shape[2] * cache.shape[3] * cache.element_size()
+        limit(
+            LOAD,
+            "alignment",
+            width % 32 == 0,
+            f"a token of {name} takes {width} bytes; it takes a multiple of 32",
+        )
+    indices = {"block_table": block_table, "context_lens": context_lens}
+    if seq_starts is not None:
+        indices["seq_starts"] = seq_starts
+    for name, tensor in indices.items():
+        limit(LOAD, "dtype", tensor.dtype == torch.int32, f"{name} is int32, not {tensor.dtype}")
+
+
+def _slots_of(
+    cache: torch.Tensor, block_table: torch.Tensor, starts: list[int], lengths: list[int]
+) -> torch.Tensor:
+    """The slots of tokens [start, start + length) of every request, one after the other."""
+    blocks, size = cache.shape[:2]
+    if block_table.dim() != 2 or not len(starts) == len(lengths) <= block_table.shape[0]:
+        raise KernelLimit(
+            f"{LOAD}: {len(lengths)} lengths, {len(starts)} starts, block_table "
+            f"{list(block_table.shape)}; there is one of each for a request."
+        )
+    slots = [torch.empty(0, dtype=torch.long)]
+    for request, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        limit(
+            LOAD,
+            "alignment",
+            start % size == 0,
+            f"seq_starts[{request}]={start}; a read starts at a block, a multiple of {size}",
+        )
+        if length < 0 or start < 0 or start + length > block_table.shape[1] * size:
+            raise KernelLimit(
+                f"{LOAD}: request {request} reads {length} tokens from {start}; its row of the "
+                f"block table covers {block_table.shape[1] * size}."
+            )
+        positions = torch.arange(start, start + length)
+        used = block_table[request][positions // size].long()
+        if length and not 0 <= int(used.min()) <= int(used.max()) < blocks:
+            raise KernelLimit(
+                f"{LOAD}: request {request} reads blocks {int(used.min())} to {int(used.max())}; "
+                f"the cache has blocks 0 to {blocks - 1}."
+            )
+        slots.append(used * size + positions % size)
+    return torch.cat(slots)
