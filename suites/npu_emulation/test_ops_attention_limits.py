@@ -120,12 +120,20 @@ def test_the_calls_that_the_cases_change_are_allowed(call: dict[str, Any]) -> No
 
 
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "float32": ("dtype", "query is float16 or bfloat16, not", with_dtype(padded(), torch.float32)),
-    "packed-float16": ("dtype", "bfloat16 in packed layouts", with_dtype(packed(), torch.float16)),
-    "mask-dtype": ("dtype", "atten_mask is bool", packed(atten_mask=MASK.float())),
+    "float32": (
+        "dtype",
+        "query is float32.*float16, bfloat16;",
+        with_dtype(padded(), torch.float32),
+    ),
+    "packed-float16": (
+        "dtype",
+        "query is float16.* takes bfloat16;",
+        with_dtype(packed(), torch.float16),
+    ),
+    "mask-dtype": ("dtype", "atten_mask is float32", packed(atten_mask=MASK.float())),
     "table-dtype": (
         "dtype",
-        "block_table is int32",
+        "block_table is int64.* takes int32",
         paged(block_table=torch.zeros(1, 2, dtype=torch.int64)),
     ),
     "mask-shape": ("layout", "2048", packed(atten_mask=MASK[:128, :128])),

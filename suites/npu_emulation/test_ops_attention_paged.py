@@ -242,9 +242,9 @@ def test_decode_takes_a_workspace_that_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("kind", "message", "changes"),
     [
-        ("dtype", "query is float16", {"query": normal(2, 4, 16, seed=1)}),
-        ("dtype", "context_lens is int32", {"context_lens": torch.tensor([9, 5])}),
-        ("dtype", "block_table is int32", {"block_table": torch.zeros(2, 2, dtype=torch.int64)}),
+        ("dtype", "query is float32", {"query": normal(2, 4, 16, seed=1)}),
+        ("dtype", "context_lens is int64", {"context_lens": torch.tensor([9, 5])}),
+        ("dtype", "block_table is int64", {"block_table": torch.zeros(2, 2, dtype=torch.int64)}),
         (
             "alignment",
             "blocks of 24 tokens",

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from afd_testkit.npu.errors import KernelLimit, NotEmulated
-from afd_testkit.npu.limits import limit
+from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.operators import operator
+from afd_testkit.npu.ops.arguments import FLOATS, emulated_only, limit_dtype
 from afd_testkit.npu.ops.attention_core import Visibility
 from afd_testkit.npu.ops.attention_fused import Fused, Lengths, refuse_given
-from afd_testkit.npu.ops.attention_limits import FLOATS
 from afd_testkit.npu.ops.attention_packed import npu_fusion_attention
 from afd_testkit.npu.ops.attention_paged import _npu_paged_attention
 
@@ -319,8 +318,7 @@ def npu_attention_update(
     the logarithm of the sum of the denominators: float32 [M] with ``update_type`` 1, else [0].
     A part whose lse is infinite does not count; a row without any is zero.
     """
-    if update_type not in (0, 1):
-        raise NotEmulated(f"{UPDATE}: update_type={update_type}; 0 and 1 have a reference.")
+    emulated_only(UPDATE, update_type=(update_type, (0, 1)))
     if not lse or len(lse) != len(local_out):
         raise KernelLimit(
             f"{UPDATE}: {len(lse)} lse and {len(local_out)} local_out; each part has one of both."
@@ -331,13 +329,8 @@ def npu_attention_update(
                 f"{UPDATE}: part {part} has lse {list(weight.shape)} and local_out "
                 f"{list(out.shape)}; they are [M] and [M, D]."
             )
-        limit(
-            UPDATE,
-            "dtype",
-            weight.dtype == torch.float32 and out.dtype in (torch.float32, *FLOATS),
-            f"part {part} has lse {weight.dtype} and local_out {out.dtype}; lse is float32, "
-            "local_out float32, float16 or bfloat16",
-        )
+        limit_dtype(UPDATE, f"lse[{part}]", weight, (torch.float32,))
+        limit_dtype(UPDATE, f"local_out[{part}]", out, FLOATS)
     logs = torch.stack([part.double() for part in lse])
     logs = logs.masked_fill(logs.isinf(), float("-inf"))
     total = torch.logsumexp(logs, dim=0)

@@ -8,6 +8,7 @@ import torch
 
 from afd_testkit.npu.errors import KernelLimit, NotEmulated
 from afd_testkit.npu.limits import limit
+from afd_testkit.npu.ops.arguments import limit_dtype
 
 ALL_TOKENS = 2147483647
 COMPRESSED_MASK = 2048
@@ -116,12 +117,7 @@ class Visibility:
     def _check(self) -> None:
         operator, mask = self.operator, self.mask
         if mask is not None:
-            limit(
-                operator,
-                "dtype",
-                mask.dtype in MASK_DTYPES,
-                f"atten_mask is bool, int8 or uint8, not {mask.dtype}; convert it",
-            )
+            limit_dtype(operator, "atten_mask", mask, MASK_DTYPES)
         if self.mode == 0 and mask is not None:
             for name, given in (("pre_tokens", self.before), ("next_tokens", self.after)):
                 if given < ALL_TOKENS:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from afd_testkit.npu.errors import KernelLimit, NotEmulated
-from afd_testkit.npu.limits import limit
+from afd_testkit.npu.ops.arguments import emulated_only, limit_dtype
 from afd_testkit.npu.ops.attention_core import Visibility, attend
 from afd_testkit.npu.ops.attention_limits import (
     LATENT_DIM,
@@ -36,11 +36,7 @@ Lengths: TypeAlias = Sequence[int] | torch.Tensor | None
 
 def refuse_given(operator: str, **arguments: object) -> None:
     """:class:`NotEmulated` for the first argument that is neither None nor 0."""
-    for name, given in arguments.items():
-        if given is not None and (isinstance(given, torch.Tensor) or given != 0):
-            raise NotEmulated(
-                f"{operator}: {name} is given and has no reference; leave it at its default."
-            )
+    emulated_only(operator, **{name: (given, (None, 0)) for name, given in arguments.items()})
 
 
 @dataclass(frozen=True)
@@ -150,12 +146,7 @@ class Fused:
             bfloat16_only=given in PACKED and self.query.shape[-1] != LATENT_DIM,
         )
         if self.block_table is not None:
-            limit(
-                operator,
-                "dtype",
-                self.block_table.dtype == torch.int32,
-                f"block_table is int32, not {self.block_table.dtype}",
-            )
+            limit_dtype(operator, "block_table", self.block_table, (torch.int32,))
 
     def _check_axes(self, name: str, tensor: torch.Tensor, given: str, heads: int) -> None:
         axes, heads_axis = AXES[given]

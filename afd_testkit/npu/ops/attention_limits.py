@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from afd_testkit.npu.limits import limit
+from afd_testkit.npu.ops.arguments import HALVES, limit_dtype
 
-FLOATS = (torch.float16, torch.bfloat16)
 LATENT_DIM, ROPE_DIM = 512, 64
 LATENT_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 LATENT_QUERIES = 16
@@ -61,16 +61,8 @@ class Shapes:
 
 def check_dtypes(operator: str, tensors: dict[str, torch.Tensor], *, bfloat16_only: bool) -> None:
     """float16 or bfloat16; in packed layouts with a head dimension below 512 bfloat16."""
-    allowed = (torch.bfloat16,) if bfloat16_only else FLOATS
-    names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
     for name, tensor in tensors.items():
-        limit(
-            operator,
-            "dtype",
-            tensor.dtype in allowed,
-            f"{name} is {names}{' in packed layouts' if bfloat16_only else ''}, not "
-            f"{tensor.dtype}; convert it",
-        )
+        limit_dtype(operator, name, tensor, (torch.bfloat16,) if bfloat16_only else HALVES)
 
 
 def check_shapes(shapes: Shapes) -> None:

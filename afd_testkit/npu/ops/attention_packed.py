@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from afd_testkit.npu.errors import KernelLimit, NotEmulated
+from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.limits import limit
 from afd_testkit.npu.operators import operator
+from afd_testkit.npu.ops.arguments import FLOATS, emulated_only, limit_dtype, undefined
 from afd_testkit.npu.ops.attention_core import ALL_TOKENS, Visibility, attend
 from afd_testkit.npu.ops.attention_fused import Lengths, refuse_given
 from afd_testkit.npu.ops.attention_requests import as_lengths, spans
 
 FUSION = "torch_npu.npu_fusion_attention"
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @operator(
@@ -67,8 +67,8 @@ def npu_fusion_attention(
     its dropout mask and change no value.
 
     Returns the output [T, N, Dv] (zeros for tokens of no request), the maxima and sums of the
-    softmax [T, N, 8], which only a backward pass reads and which are NaN here, an empty tensor,
-    and three zeros.
+    softmax [T, N, 8], which only a backward pass reads and which are left undefined here, an
+    empty tensor, and three zeros.
     """
     refuse_given(
         FUSION,
@@ -81,12 +81,12 @@ def npu_fusion_attention(
         seed=seed,
         offset=offset,
     )
-    if input_layout != "TND":
-        raise NotEmulated(f"{FUSION}: input_layout={input_layout!r}; TND has a reference.")
-    if keep_prob != 1.0:
-        raise NotEmulated(f"{FUSION}: keep_prob={keep_prob}; attention without dropout (1.0) has.")
-    if softmax_layout not in ("", "TND"):
-        raise NotEmulated(f"{FUSION}: softmax_layout={softmax_layout!r}; '' and 'TND' have.")
+    emulated_only(
+        FUSION,
+        input_layout=(input_layout, ("TND",)),
+        keep_prob=(keep_prob, (1.0,)),
+        softmax_layout=(softmax_layout, ("", "TND")),
+    )
     _check(query, key, value, head_num)
     visibility = Visibility(
         FUSION,
@@ -112,8 +112,9 @@ def npu_fusion_attention(
             hidden=visibility.hidden(request, row.stop - row.start, seen.stop - seen.start),
         )
         output[row] = attended.transpose(0, 1).to(output.dtype)
-    unread = torch.full((query.shape[0], head_num, 8), float("nan"))
-    return output, unread, unread.clone(), query.new_empty(0), 0, 0, 0
+    softmax = (query.shape[0], head_num, 8)
+    maxima, sums = undefined(softmax, torch.float32), undefined(softmax, torch.float32)
+    return output, maxima, sums, query.new_empty(0), 0, 0, 0
 
 
 def _spans(name: str, given: Lengths, total: int) -> list[slice]:
@@ -133,12 +134,7 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, heads: i
                 f"{FUSION}: {name} is {tensor.dtype}{list(tensor.shape)} and query {query.dtype}; "
                 "all are [T, N, D] of one dtype."
             )
-        limit(
-            FUSION,
-            "dtype",
-            tensor.dtype in DTYPES,
-            f"{name} is float16, bfloat16 or float32, not {tensor.dtype}; convert it",
-        )
+        limit_dtype(FUSION, name, tensor, FLOATS)
     if query.shape[1] != heads or heads % key.shape[1] or key.shape[1] != value.shape[1]:
         raise KernelLimit(
             f"{FUSION}: {heads} heads, query {list(query.shape)}, key {list(key.shape)}, value "

@@ -7,8 +7,8 @@ import torch
 from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.limits import limit
 from afd_testkit.npu.operators import operator
+from afd_testkit.npu.ops.arguments import HALVES, limit_dtype
 from afd_testkit.npu.ops.attention_core import attend
-from afd_testkit.npu.ops.attention_limits import FLOATS
 from afd_testkit.npu.ops.attention_requests import PagedCache, per_request
 
 PAGED = "torch_npu._npu_paged_attention"
@@ -85,14 +85,9 @@ def _check(
             "is [T, N, D], N a multiple of the key heads."
         )
     for name, tensor in {"query": query, **caches}.items():
-        limit(
-            PAGED,
-            "dtype",
-            tensor.dtype in FLOATS,
-            f"{name} is float16 or bfloat16, not {tensor.dtype}; convert it",
-        )
+        limit_dtype(PAGED, name, tensor, HALVES)
     for name, tensor in (("block_table", block_table), ("context_lens", context_lens)):
-        limit(PAGED, "dtype", tensor.dtype == torch.int32, f"{name} is int32, not {tensor.dtype}")
+        limit_dtype(PAGED, name, tensor, (torch.int32,))
     for name, cache in caches.items():
         if cache.dim() != 4 or cache.shape[2] != kv_heads:
             raise KernelLimit(

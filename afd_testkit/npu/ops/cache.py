@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import torch
 
-from afd_testkit.npu.errors import KernelLimit, NotEmulated
+from afd_testkit.npu.errors import KernelLimit
 from afd_testkit.npu.limits import limit
 from afd_testkit.npu.operators import operator
+from afd_testkit.npu.ops.arguments import HALVES, emulated_only, limit_dtype, undefined
 
 RESHAPE = "torch_npu._npu_reshape_and_cache"
 NORM_ROPE = "torch_npu.npu_kv_rmsnorm_rope_cache"
 LOAD = "torch_npu.atb.npu_paged_cache_load"
 
-CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.int8)
-FLOATS = (torch.float16, torch.bfloat16)
+CACHE_DTYPES = (*HALVES, torch.int8)
 
 
 def slots_to_write(name: str, slots: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,12 +55,7 @@ def _npu_reshape_and_cache(
     ``value_cache`` alike with Dv; ``slot_indices`` int32 [T].
     """
     for name, tensor, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        limit(
-            RESHAPE,
-            "dtype",
-            tensor.dtype in CACHE_DTYPES,
-            f"{name} is float16, bfloat16 or int8, not {tensor.dtype}",
-        )
+        limit_dtype(RESHAPE, name, tensor, CACHE_DTYPES)
         if tensor.dtype != cache.dtype:
             raise KernelLimit(f"{RESHAPE}: {name} is {tensor.dtype} and its cache {cache.dtype}.")
         if tensor.dim() != 3 or cache.dim() != 4 or tensor.shape[1:] != cache.shape[2:]:
@@ -72,12 +67,7 @@ def _npu_reshape_and_cache(
             raise KernelLimit(
                 f"{RESHAPE}: {tensor.shape[0]} tokens of {name} for {slot_indices.numel()} slots."
             )
-    limit(
-        RESHAPE,
-        "dtype",
-        slot_indices.dtype == torch.int32,
-        f"slot_indices is int32, not {slot_indices.dtype}",
-    )
+    limit_dtype(RESHAPE, "slot_indices", slot_indices, (torch.int32,))
     kept, slots = slots_to_write(RESHAPE, slot_indices, key_cache.shape[0] * key_cache.shape[1])
     write_tokens(key_cache, slots, key[kept])
     write_tokens(value_cache, slots, value[kept])
@@ -119,20 +109,18 @@ def npu_kv_rmsnorm_rope_cache(
 
     The rotary part comes interleaved (pairs 2i, 2i + 1) and leaves in halves (i, i + Dk / 2).
     Returns k_cache, ckv_cache, and, if ``is_output_kv``, the rotated part [B, 1, S, Dk] and the
-    normalised part [B, 1, S, Dv]; otherwise these two hold
-    NaN: a device leaves them unset.
+    normalised part [B, 1, S, Dv]; otherwise these two are
+    left undefined.
     """
-    for name, given in (
-        ("k_rope_scale", k_rope_scale),
-        ("c_kv_scale", c_kv_scale),
-        ("k_rope_offset", k_rope_offset),
-        ("c_kv_offset", c_kv_offset),
-        ("v", v),
-    ):
-        if given is not None:
-            raise NotEmulated(f"{NORM_ROPE}: {name} is given and has no reference; leave it None.")
-    if cache_mode not in ("PA", "PA_NZ"):
-        raise NotEmulated(f"{NORM_ROPE}: cache_mode={cache_mode!r}; PA and PA_NZ have a reference.")
+    emulated_only(
+        NORM_ROPE,
+        k_rope_scale=(k_rope_scale, (None,)),
+        c_kv_scale=(c_kv_scale, (None,)),
+        k_rope_offset=(k_rope_offset, (None,)),
+        c_kv_offset=(c_kv_offset, (None,)),
+        v=(v, (None,)),
+        cache_mode=(cache_mode, ("PA", "PA_NZ")),
+    )
     norm_dim, rope_dim = gamma.shape[-1], cos.shape[-1]
     if kv.dim() != 4 or kv.shape[1] != 1 or kv.shape[3] != norm_dim + rope_dim:
         raise KernelLimit(
@@ -152,8 +140,8 @@ def npu_kv_rmsnorm_rope_cache(
         return (
             k_cache,
             ckv_cache,
-            torch.full_like(rotated, float("nan")),
-            torch.full_like(normed, float("nan")),
+            undefined(rotated.shape, kv.dtype),
+            undefined(normed.shape, kv.dtype),
         )
     return k_cache, ckv_cache, rotated, normed
 
@@ -169,13 +157,8 @@ def _check_norm_rope(
 ) -> None:
     rope_dim, norm_dim = cos.shape[-1], gamma.shape[-1]
     for name, tensor in (("kv", kv), ("gamma", gamma), ("cos", cos), ("sin", sin)):
-        limit(
-            NORM_ROPE,
-            "dtype",
-            tensor.dtype in FLOATS,
-            f"{name} is float16 or bfloat16, not {tensor.dtype}; convert it",
-        )
-    limit(NORM_ROPE, "dtype", index.dtype == torch.int64, f"index is int64, not {index.dtype}")
+        limit_dtype(NORM_ROPE, name, tensor, HALVES)
+    limit_dtype(NORM_ROPE, "index", index, (torch.int64,))
     if cos.dim() != 4 or cos.shape != sin.shape or rope_dim % 2:
         raise KernelLimit(
             f"{NORM_ROPE}: cos {list(cos.shape)} and sin {list(sin.shape)}; both are "
@@ -289,12 +272,7 @@ def _check_load(
                 f"{LOAD}: {name} {list(cache.shape)}; both caches are [blocks, block_size, N, D] "
                 "with the same blocks."
             )
-        limit(
-            LOAD,
-            "dtype",
-            cache.dtype in CACHE_DTYPES,
-            f"{name} is float16, bfloat16 or int8, not {cache.dtype}; convert it",
-        )
+        limit_dtype(LOAD, name, cache, CACHE_DTYPES)
         width = cache.shape[2] * cache.shape[3] * cache.element_size()
         limit(
             LOAD,
@@ -306,7 +284,7 @@ def _check_load(
     if seq_starts is not None:
         indices["seq_starts"] = seq_starts
     for name, tensor in indices.items():
-        limit(LOAD, "dtype", tensor.dtype == torch.int32, f"{name} is int32, not {tensor.dtype}")
+        limit_dtype(LOAD, name, tensor, (torch.int32,))
 
 
 def _slots_of(
