@@ -8,15 +8,19 @@ asks for, so one run finds a fault that a device shows once in a while.
 
 **Where memory is** cannot be told from an emulated tensor, so it is followed:
 
-- tensors made by ``from_numpy`` or with ``device="cpu"`` are host memory (``HOST``), with
-  ``pin_memory`` pinned (``PINNED``); results of operators that touch host memory only are too;
-- everything else is on the device, until :func:`mark` says otherwise.
+- tensors made of the host's values (``tensor``, ``from_numpy``) without a device, or with
+  ``device="cpu"``, are host memory (``HOST``), with ``pin_memory`` pinned (``PINNED``); results
+  of operators that touch host memory only are too;
+- everything else is on the device, until :func:`mark` says otherwise, and so is what
+  ``to(device)`` returns.
 
 **Accesses.**  A kernel accesses the device tensors of its schema on the current stream and host
 tensors on the host, at the launch.  Operators on host tensors only run on the host.  Copies
 access both sides on the stream (a pageable source at the launch), and make the host wait for that
 stream when one side is the host's and they are blocking, as ``item``, ``tolist``, ``numpy``,
 ``cpu``, ``nonzero`` and their like do.  Collectives count as kernels on the current stream.
+
+Views and factories read nothing, and ``empty`` writes nothing.
 
 **Not seen**: what numpy or C code does to memory; asynchronous collectives before their ``wait``;
 memory that one stream frees and another gets from the allocator while the first still uses it
@@ -50,18 +54,23 @@ _HOST_THREADS = ("together", "apart")
 
 @contextmanager
 def check_streams(
-    *, on_hazard: OnHazard = "raise", host_threads: HostThreads = "together"
+    *,
+    on_hazard: OnHazard = "raise",
+    host_threads: HostThreads = "together",
+    unplaced: Place = Place.DEVICE,
 ) -> Generator[StreamCheck, None, None]:
     """Check this thread, and those that :func:`enter_thread` adds, inside.
 
     ``on_hazard``: ``"raise"`` raises :class:`StreamHazard` from the second access, and again at
     the end when what was raised did not leave the block (another thread, an ``except``);
-    ``"collect"`` only keeps it in ``hazards``.  One check at a time:
+    ``"collect"`` only keeps it in ``hazards``.  ``host_threads``: see above.  ``unplaced``: where
+    factories without a device argument put their tensors; on a device that is the host, unless
+    the device is the default.  One check at a time:
     :class:`EmulationConflict` otherwise.
     """
     _one_of("on_hazard", on_hazard, _ON_HAZARD)
     _one_of("host_threads", host_threads, _HOST_THREADS)
-    check = StreamCheck(on_hazard, host_threads)
+    check = StreamCheck(on_hazard, host_threads, unplaced)
     streams.observe(check)
     try:
         with _Modes(check):
@@ -104,7 +113,7 @@ def op_body() -> Generator[None, None, None]:
 
 
 def mark(tensor: torch.Tensor, place: Place) -> None:
-    """Say where the memory of ``tensor`` is; nothing while no check is on."""
+    """Say where the memory of ``tensor`` is, right after it is made; nothing without a check."""
     if (check := _active()) is not None:
         check.place(tensor, place)
 
@@ -204,9 +213,7 @@ class _HostMode(TorchFunctionMode):  # type: ignore[misc]
         elif func is torch.Tensor.to:
             self._moved(args, kwargs, out)
         elif isinstance(out, torch.Tensor):
-            if func is torch.from_numpy:
-                self._check.place(out, Place.HOST)
-            elif func is torch.Tensor.pin_memory or kwargs.get("pin_memory") is True:
+            if func is torch.Tensor.pin_memory or kwargs.get("pin_memory") is True:
                 self._check.place(out, Place.PINNED)
             elif kwargs.get("device") is not None:
                 self._check.place(out, _place_named(kwargs["device"]))
@@ -222,13 +229,12 @@ class _HostMode(TorchFunctionMode):  # type: ignore[misc]
         was = self._check.place_of(source)
         place = _place_named(asked)
         if place is Place.HOST and was is Place.DEVICE:
-            if waits:
-                self._check.host_reads(source, "to")
+            self._check.host_reads(source, "to", waits=waits)
             if out.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
-                self._check.place(out, Place.HOST)
+                self._check.place(out, Place.HOST, moved=True)
         elif place is Place.DEVICE and was is not Place.DEVICE:
             # The same memory may now be used by kernels; the host's tensor is rarely used again.
-            self._check.place(out, Place.DEVICE)
+            self._check.place(out, Place.DEVICE, moved=True)
 
 
 def _place_named(device: object) -> Place:

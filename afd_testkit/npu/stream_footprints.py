@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,9 @@ from afd_testkit.npu.happens_before import Region
 
 # Collectives change their first argument without saying so in their schemas; these do not.
 _COLLECTIVES_THAT_ONLY_READ = ("send", "barrier", "monitored_barrier_", "check_for_nan")
+# They take shape and dtype from an argument, not its values; the second sort writes nothing.
+_FACTORIES = re.compile(r"aten::(new_\w+|\w+_like)")
+_EMPTY = re.compile(r"aten::(new_)?empty(_like|_strided)?")
 # Without a tag of torch's, because they are composed of operators that have one.
 _ANSWERS_ON_THE_HOST = ("aten::is_nonzero", "aten::argwhere", "aten::nonzero_numpy", "aten::where")
 
@@ -24,6 +28,8 @@ class Kernel:
     ``written``: positions and names of arguments.  ``answers``: the host needs a value or a
     shape from the device before the call returns.  ``changes_memory``: a tensor gets other
     memory (``resize_``).  ``is_copy``: between host and device, blocking unless told otherwise.
+    ``reads``: it reads its arguments' values.  ``fills``: its results have values.
+    ``from_host``: its argument was just made of the host's values (``tensor``, ``from_numpy``).
     """
 
     name: str
@@ -31,6 +37,9 @@ class Kernel:
     answers: bool
     changes_memory: bool
     is_copy: bool
+    reads: bool
+    fills: bool
+    from_host: bool
 
 
 @functools.cache
@@ -59,6 +68,9 @@ def kernel(func: Any) -> Kernel:
         answers=answers,
         changes_memory=schema.name in ("aten::resize_", "aten::resize_as_", "aten::set_"),
         is_copy=schema.name in ("aten::copy_", "aten::_to_copy"),
+        reads=_FACTORIES.fullmatch(schema.name) is None,
+        fills=_EMPTY.fullmatch(schema.name) is None,
+        from_host=schema.name == "aten::lift_fresh",
     )
 
 

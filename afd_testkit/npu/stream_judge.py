@@ -37,9 +37,10 @@ _Fresh = list[tuple[torch.Tensor, Block]]
 class StreamCheck(streams.StreamObserver):
     """One check: the clocks, the memory, and the hazards found so far, each pair of sites once."""
 
-    def __init__(self, on_hazard: OnHazard, host_threads: HostThreads) -> None:
+    def __init__(self, on_hazard: OnHazard, host_threads: HostThreads, unplaced: Place) -> None:
         self.on_hazard = on_hazard
         self.host_threads = host_threads
+        self.unplaced = unplaced
         self._found: dict[tuple[Any, ...], Hazard] = {}
         self._lock = threading.RLock()
         self._order = HappensBefore()
@@ -122,20 +123,28 @@ class StreamCheck(streams.StreamObserver):
             ]
             fresh = self._fresh(results, given)
             if results and not fresh and not any(writes for _, writes, _ in given):
+                if described.from_host and given:
+                    given[0][2].place = Place.HOST
                 return  # A view.
+            self._place_results(given, fresh)
             call = _Call(self, described.name)
-            if described.is_copy:
+            on_host = all(block.place is not Place.DEVICE for _, _, block in given) and all(
+                block.place is not Place.DEVICE for _, block in fresh
+            )
+            given = given if described.reads else []
+            fresh = fresh if described.fills else []
+            if on_host:
+                call.all_on_host(given, fresh)
+            elif described.is_copy:
                 self._copy(call, given, fresh, not _non_blocking(described, args, kwargs))
-            elif given and all(block.place is not Place.DEVICE for _, _, block in given):
-                self._on_host(call, given, fresh)
             else:
                 self._on_device(call, given, fresh)
                 if host_waits(described, args, kwargs):
                     self.drained(call.stream)
         self._report(call.hazards)
 
-    def host_reads(self, tensor: torch.Tensor, operator: str) -> None:
-        """The host gets the tensor's values, and waits for them if they are on the device."""
+    def host_reads(self, tensor: torch.Tensor, operator: str, *, waits: bool = True) -> None:
+        """The host gets the tensor's values, and ``waits`` for them if they are on the device."""
         if not has_memory(tensor):
             return
         with self._lock:
@@ -143,16 +152,24 @@ class StreamCheck(streams.StreamObserver):
             call = _Call(self, operator)
             if block.place is Place.DEVICE:
                 call.on_stream(tensor, block, writes=False)
-                self.drained(call.stream)
+                if waits:
+                    self.drained(call.stream)
             else:
                 call.on_host(tensor, block, writes=False)
         self._report(call.hazards)
 
-    def place(self, tensor: torch.Tensor, place: Place) -> None:
-        """The tensor's memory is at ``place``."""
+    def place(self, tensor: torch.Tensor, place: Place, *, moved: bool = False) -> None:
+        """The tensor's memory is at ``place``.
+
+        Accesses until now were noted as if it were elsewhere and are forgotten, unless the
+        tensor has ``moved`` there.
+        """
         if has_memory(tensor):
             with self._lock:
-                self._memory.block(tensor).place = place
+                block = self._memory.block(tensor)
+                if not moved and block.place is not place:
+                    self._order.forget(block.number)
+                block.place = place
 
     def place_of(self, tensor: torch.Tensor) -> Place:
         """Where the tensor's memory is taken to be."""
@@ -171,12 +188,14 @@ class StreamCheck(streams.StreamObserver):
         fresh = [(tensor, self._memory.block(tensor)) for tensor in results]
         return [(tensor, block) for tensor, block in fresh if block.number not in known]
 
-    def _on_host(self, call: _Call, given: _Given, fresh: _Fresh) -> None:
-        for tensor, writes, block in given:
-            call.on_host(tensor, block, writes=writes)
-        for tensor, block in fresh:
-            block.place = Place.HOST
-            call.on_host(tensor, block, writes=True)
+    def _place_results(self, given: _Given, fresh: _Fresh) -> None:
+        """Results are where the arguments are, on the device if one is there."""
+        place = self.unplaced
+        if given:
+            device = any(block.place is Place.DEVICE for _, _, block in given)
+            place = Place.DEVICE if device else Place.HOST
+        for _, block in fresh:
+            block.place = place
 
     def _on_device(self, call: _Call, given: _Given, fresh: _Fresh) -> None:
         for tensor, writes, block in given:
@@ -190,9 +209,6 @@ class StreamCheck(streams.StreamObserver):
 
     def _copy(self, call: _Call, given: _Given, fresh: _Fresh, blocking: bool) -> None:
         places = [block.place for _, _, block in given]
-        if Place.DEVICE not in places:
-            self._on_host(call, given, fresh)
-            return
         for tensor, writes, block in given:
             if block.place is Place.HOST and not writes:
                 call.on_host(tensor, block, writes=False)
@@ -228,6 +244,13 @@ class _Call:
         self._operator = operator
         self._site = call_site()
         self._ticks: dict[Actor, int] = {}
+
+    def all_on_host(self, given: _Given, fresh: _Fresh) -> None:
+        """The operator runs on the host."""
+        for tensor, writes, block in given:
+            self.on_host(tensor, block, writes=writes)
+        for tensor, block in fresh:
+            self.on_host(tensor, block, writes=True)
 
     def on_stream(self, tensor: torch.Tensor, block: Block, *, writes: bool) -> None:
         """The kernel accesses ``tensor`` on the current stream."""
