@@ -40,7 +40,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from afd_testkit.npu import streams
+from afd_testkit.npu import stream_state
 from afd_testkit.npu.errors import StreamHazard
 from afd_testkit.npu.stream_footprints import kernel
 from afd_testkit.npu.stream_judge import HostThreads, OnHazard, StreamCheck
@@ -71,12 +71,12 @@ def check_streams(
     _one_of("on_hazard", on_hazard, _ON_HAZARD)
     _one_of("host_threads", host_threads, _HOST_THREADS)
     check = StreamCheck(on_hazard, host_threads, unplaced)
-    streams.observe(check)
+    stream_state.observe(check)
     try:
         with _Modes(check):
             yield check
     finally:
-        streams.stop_observing(check)
+        stream_state.stop_observing(check)
     if on_hazard == "raise" and check.hazards:
         raise StreamHazard(check.hazards[0].message)
 
@@ -124,15 +124,17 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _active() -> StreamCheck | None:
-    observer = streams.observer()
+    observer = stream_state.observer()
     return observer if isinstance(observer, StreamCheck) else None
 
 
 class _Thread(threading.local):
-    """For each operator that runs in this thread: whether :func:`op_body` opened it."""
+    """``bodies``: for each operator that runs, whether :func:`op_body` opened it.  ``asked``:
+    where the function that runs was asked to make its result."""
 
     def __init__(self) -> None:
         self.bodies: list[bool] = []
+        self.asked: Place | None = None
 
 
 _thread = _Thread()
@@ -171,7 +173,7 @@ class _KernelMode(TorchDispatchMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if streams.observer() is not self._check:
+        if stream_state.observer() is not self._check:
             return func(*args, **kwargs)  # The thread outlived the check.
         described = kernel(func)
         if described.changes_memory:
@@ -182,7 +184,7 @@ class _KernelMode(TorchDispatchMode):  # type: ignore[misc]
         finally:
             opened = _thread.bodies.pop()
         if not opened:
-            self._check.ran(described, args, kwargs, out)
+            self._check.ran(described, args, kwargs, out, _thread.asked)
         return out
 
 
@@ -205,18 +207,21 @@ class _HostMode(TorchFunctionMode):  # type: ignore[misc]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if streams.observer() is not self._check:
+        if stream_state.observer() is not self._check:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.to:
+            out = func(*args, **kwargs)
+            self._moved(args, kwargs, out)
             return out
+        before, _thread.asked = _thread.asked, _place_asked(kwargs)
+        try:
+            out = func(*args, **kwargs)
+        finally:
+            _thread.asked = before
         if func in _READS:
             self._check.host_reads(args[0], _READS[func])
-        elif func is torch.Tensor.to:
-            self._moved(args, kwargs, out)
-        elif isinstance(out, torch.Tensor):
-            if func is torch.Tensor.pin_memory or kwargs.get("pin_memory") is True:
-                self._check.place(out, Place.PINNED)
-            elif kwargs.get("device") is not None:
-                self._check.place(out, _place_named(kwargs["device"]))
+        elif func is torch.Tensor.pin_memory:
+            self._check.place(out, Place.PINNED)
         return out
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
@@ -235,6 +240,15 @@ class _HostMode(TorchFunctionMode):  # type: ignore[misc]
         elif place is Place.DEVICE and was is not Place.DEVICE:
             # The same memory may now be used by kernels; the host's tensor is rarely used again.
             self._check.place(out, Place.DEVICE, moved=True)
+
+
+def _place_asked(kwargs: dict[str, Any]) -> Place | None:
+    if not kwargs:
+        return None
+    if kwargs.get("pin_memory") is True:
+        return Place.PINNED
+    device = kwargs.get("device")
+    return None if device is None else _place_named(device)
 
 
 def _place_named(device: object) -> Place:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from afd_testkit.npu import streams
+from afd_testkit.npu import stream_state, streams
 from afd_testkit.npu.errors import StreamHazard
 from afd_testkit.npu.happens_before import Actor, Clock, HappensBefore
 from afd_testkit.npu.stream_footprints import (
@@ -34,7 +34,7 @@ _Given = list[tuple[torch.Tensor, bool, Block]]
 _Fresh = list[tuple[torch.Tensor, Block]]
 
 
-class StreamCheck(streams.StreamObserver):
+class StreamCheck(stream_state.StreamObserver):
     """One check: the clocks, the memory, and the hazards found so far, each pair of sites once."""
 
     def __init__(self, on_hazard: OnHazard, host_threads: HostThreads, unplaced: Place) -> None:
@@ -111,9 +111,14 @@ class StreamCheck(streams.StreamObserver):
     # Accesses: what the modes tell.
 
     def ran(
-        self, described: Kernel, args: Sequence[object], kwargs: Mapping[str, object], out: object
+        self,
+        described: Kernel,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        out: object,
+        asked: Place | None = None,
     ) -> None:
-        """An operator ran, on the device or on the host."""
+        """An operator ran, on the device or on the host; ``asked``: where its result shall be."""
         results = [tensor for tensor in tensors_of(out) if has_memory(tensor)]
         with self._lock:
             given = [
@@ -124,9 +129,9 @@ class StreamCheck(streams.StreamObserver):
             fresh = self._fresh(results, given)
             if results and not fresh and not any(writes for _, writes, _ in given):
                 if described.from_host and given:
-                    given[0][2].place = Place.HOST
+                    given[0][2].place = asked or Place.HOST
                 return  # A view.
-            self._place_results(given, fresh)
+            self._place_results(given, fresh, asked)
             call = _Call(self, described.name)
             on_host = all(block.place is not Place.DEVICE for _, _, block in given) and all(
                 block.place is not Place.DEVICE for _, block in fresh
@@ -188,10 +193,10 @@ class StreamCheck(streams.StreamObserver):
         fresh = [(tensor, self._memory.block(tensor)) for tensor in results]
         return [(tensor, block) for tensor, block in fresh if block.number not in known]
 
-    def _place_results(self, given: _Given, fresh: _Fresh) -> None:
-        """Results are where the arguments are, on the device if one is there."""
-        place = self.unplaced
-        if given:
+    def _place_results(self, given: _Given, fresh: _Fresh, asked: Place | None) -> None:
+        """Results are where it is asked, else on the device if an argument is there."""
+        place = asked or self.unplaced
+        if given and asked is None:
             device = any(block.place is Place.DEVICE for _, _, block in given)
             place = Place.DEVICE if device else Place.HOST
         for _, block in fresh:

@@ -3,8 +3,8 @@
 Kernels run on the host when they are called, so a stream holds no work and every wait returns at
 once.  What is real is the bookkeeping: each thread has a current device and, for each device, a
 current stream; events know whether, where and when they were recorded.  Whoever wants to judge
-the *order* that a program asks for observes it (:func:`observe`); without an observer nothing is
-recorded.
+the *order* that a program asks for observes it (``stream_state.observe``); without an observer
+nothing is recorded.
 
 Where this differs from a device:
 
@@ -17,16 +17,15 @@ Where this differs from a device:
 from __future__ import annotations
 
 import ctypes
-import itertools
-import re
 import threading
 import time
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from afd_testkit.npu.errors import EmulationConflict, NotEmulated
+from afd_testkit.npu.errors import NotEmulated
+from afd_testkit.npu.stream_state import current_device_index, device_index, process, thread
 
 # The names that torch.npu has.
 __all__ = [
@@ -44,123 +43,6 @@ __all__ = [
 
 # c10::DeviceType::PrivateUse1; torch prints it under the name that the backend was given.
 PRIVATE_USE = 20
-# A tensor of the emulated device is a CPU tensor, and its device may be handed in.
-_DEVICE_TYPES = ("npu", "privateuseone", "cpu")
-_DEVICE_TEXT = re.compile(r"(npu|privateuseone|cpu)(?::(\d+))?")
-
-
-class StreamObserver(Protocol):
-    """Who is told about everything that orders work.
-
-    A mark, which :meth:`recorded` returns, stands for all work that the stream had then.
-    """
-
-    def recorded(self, stream: Stream) -> object:
-        """An event is recorded on ``stream``."""
-
-    def waited(self, stream: Stream, mark: object) -> None:
-        """Later work of ``stream`` comes after ``mark``."""
-
-    def reached(self, mark: object) -> None:
-        """What the calling thread does from here comes after ``mark``."""
-
-    def drained(self, stream: Stream) -> None:
-        """What the calling thread does from here comes after the work of ``stream``."""
-
-    def drained_device(self, index: int) -> None:
-        """The same for every stream of device ``index``."""
-
-
-class _Process:
-    """What all threads share."""
-
-    def __init__(self) -> None:
-        self.device = 0
-        self.observer: StreamObserver | None = None
-        self.stream_ids = itertools.count(1)
-        self.event_ids = itertools.count(1)
-
-
-class _Thread(threading.local):
-    """What each thread has of its own; ``device`` is None until it chooses one."""
-
-    def __init__(self) -> None:
-        self.device: int | None = None
-        self.streams: dict[int, Stream] = {}
-
-
-_process = _Process()
-_thread = _Thread()
-
-
-def observe(observer: StreamObserver) -> None:
-    """Tell ``observer`` from now on; :class:`EmulationConflict` while there is another."""
-    if _process.observer is not None:
-        raise EmulationConflict(
-            "the streams of this process are observed already; leave the check that is on "
-            "(check_streams) before another one is entered."
-        )
-    _process.observer = observer
-
-
-def stop_observing(observer: StreamObserver) -> None:
-    """Tell ``observer`` no more."""
-    if _process.observer is observer:
-        _process.observer = None
-
-
-def observer() -> StreamObserver | None:
-    """Who observes now."""
-    return _process.observer
-
-
-def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
-    """``Tensor.record_stream``: the host's allocator needs no such advice; types are checked."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"record_stream takes a tensor, not {type(tensor).__name__}")
-    _check_stream(stream, "record_stream")
-
-
-def current_device_index() -> int:
-    """Index of the device that this thread uses."""
-    return _process.device if _thread.device is None else _thread.device
-
-
-def set_device_index(index: int) -> None:
-    """Use device ``index`` in this thread, and in threads that never choose one."""
-    _thread.device = _process.device = device_index(index)
-
-
-def reset_streams() -> None:
-    """Forget this thread's and the process's device and current streams."""
-    _process.device = 0
-    _thread.device = None
-    _thread.streams.clear()
-
-
-def device_index(device: object = None) -> int:
-    """Index of ``device``: an int, ``"npu"``, ``"npu:1"``, a ``torch.device`` or None.
-
-    None, a negative int and a device without an index mean the current device.  ``TypeError``
-    for another type, ``ValueError`` for a device of another kind.
-    """
-    if device is None:
-        return current_device_index()
-    if isinstance(device, int) and not isinstance(device, bool):
-        return current_device_index() if device < 0 else device
-    if isinstance(device, str):
-        if found := _DEVICE_TEXT.fullmatch(device):
-            return current_device_index() if found[2] is None else int(found[2])
-        raise ValueError(f'{device!r} is no NPU; give an index, "npu", "npu:1" or None.')
-    if isinstance(device, torch.device):
-        if device.type not in _DEVICE_TYPES:
-            raise ValueError(f"{device} is no NPU; give an index, a device of type npu or None.")
-        # The CPU has one device; its index says nothing about which NPU is meant.
-        known = device.index is not None and device.type != "cpu"
-        return int(device.index) if known else current_device_index()
-    raise TypeError(
-        f"a device is an int, a str, a torch.device or None, not {type(device).__name__}"
-    )
 
 
 def _check_stream(value: object, what: str) -> None:
@@ -201,7 +83,7 @@ class Stream(torch.Stream):  # type: ignore[misc]
             )
         made: Stream = super().__new__(
             cls,
-            stream_id=next(_process.stream_ids) if stream_id is None else stream_id,
+            stream_id=next(process.stream_ids) if stream_id is None else stream_id,
             device_index=_index(device if device_index is None else device_index),
             device_type=PRIVATE_USE,
         )
@@ -229,8 +111,8 @@ class Stream(torch.Stream):  # type: ignore[misc]
 
     def synchronize(self) -> None:
         """Wait for all work of this stream."""
-        if _process.observer is not None:
-            _process.observer.drained(self)
+        if process.observer is not None:
+            process.observer.drained(self)
 
     def query(self) -> bool:
         """Whether all work is done: always, and who asks may rely on the answer."""
@@ -313,7 +195,7 @@ class _EventBase(torch.Event):  # type: ignore[misc]
         self._mark = None
         self._stream = None
         self._nanoseconds = 0
-        self._number = next(_process.event_ids)
+        self._number = next(process.event_ids)
 
     def record(self, stream: Stream | None = None) -> None:
         """Stand for all work that ``stream``, or the current one, has now."""
@@ -326,20 +208,20 @@ class _EventBase(torch.Event):  # type: ignore[misc]
             )
         self._stream = stream
         self._nanoseconds = time.perf_counter_ns()
-        observer = _process.observer
+        observer = process.observer
         self._mark = None if observer is None else observer.recorded(stream)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Later work of ``stream``, or the current one, comes after what is recorded."""
         stream = current_stream() if stream is None else stream
         _check_stream(stream, "wait")
-        if self._mark is not None and _process.observer is not None:
-            _process.observer.waited(stream, self._mark)
+        if self._mark is not None and process.observer is not None:
+            process.observer.waited(stream, self._mark)
 
     def synchronize(self) -> None:
         """Wait on the host for what is recorded; at once where nothing is."""
-        if self._mark is not None and _process.observer is not None:
-            _process.observer.reached(self._mark)
+        if self._mark is not None and process.observer is not None:
+            process.observer.reached(self._mark)
 
     def query(self) -> bool:
         """Whether what is recorded is done: always, and who asks may rely on the answer."""
@@ -461,9 +343,9 @@ def default_stream(device: object = None) -> Stream:
 def current_stream(device: object = None) -> Stream:
     """The stream that this thread launches on when it uses ``device``."""
     index = device_index(device)
-    if index not in _thread.streams:
-        _thread.streams[index] = default_stream(index)
-    return _thread.streams[index]
+    if index not in thread.streams:
+        thread.streams[index] = default_stream(index)
+    return thread.streams[index]
 
 
 def set_stream(stream: Stream | None) -> None:
@@ -471,16 +353,16 @@ def set_stream(stream: Stream | None) -> None:
     if stream is None:
         return
     _check_stream(stream, "set_stream")
-    _thread.streams[int(stream.device_index)] = stream
+    thread.streams[int(stream.device_index)] = stream
     if current_device_index() != stream.device_index:
-        _thread.device = int(stream.device_index)
+        thread.device = int(stream.device_index)
 
 
 def synchronize(device: object = None) -> None:
     """Wait for all work of all streams of ``device``."""
     index = device_index(device)
-    if _process.observer is not None:
-        _process.observer.drained_device(index)
+    if process.observer is not None:
+        process.observer.drained_device(index)
 
 
 class StreamContext:
@@ -495,7 +377,7 @@ class StreamContext:
     def __enter__(self) -> None:
         if self.stream is None:
             return
-        self._before.append((_thread.device, current_stream(self.stream.device_index)))
+        self._before.append((thread.device, current_stream(self.stream.device_index)))
         set_stream(self.stream)
 
     def __exit__(
@@ -508,9 +390,16 @@ class StreamContext:
             return
         device, stream = self._before.pop()
         set_stream(stream)
-        _thread.device = device
+        thread.device = device
 
 
 def stream(stream: Stream | None) -> StreamContext:
     """The context in which ``stream`` is current."""
     return StreamContext(stream)
+
+
+def record_stream(tensor: torch.Tensor, stream: Stream) -> None:
+    """``Tensor.record_stream``: the host's allocator needs no such advice; types are checked."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"record_stream takes a tensor, not {type(tensor).__name__}")
+    _check_stream(stream, "record_stream")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from afd_testkit.npu import streams
+from afd_testkit.npu import stream_state, streams
 from afd_testkit.npu.errors import EmulationConflict, StreamHazard
 from afd_testkit.npu.stream_check import (
     StreamCheck,
@@ -21,10 +21,10 @@ pytestmark = pytest.mark.cpu
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No observer, no mode and no stream but the default one, before and after."""
-    streams.reset_streams()
+    stream_state.reset_streams()
     modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     yield
-    assert streams.observer() is None
+    assert stream_state.observer() is None
     assert modes == (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack())
     assert current_stream() == streams.default_stream()
 
@@ -311,7 +311,7 @@ def test_the_same_two_places_are_reported_once(check: StreamCheck) -> None:
 def test_one_check_at_a_time(check: StreamCheck) -> None:
     with pytest.raises(EmulationConflict, match="observed already"), check_streams():
         raise KeyError
-    assert streams.observer() is check
+    assert stream_state.observer() is check
 
 
 def test_an_event_of_an_earlier_check_orders_nothing() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.library import _scoped_library
 
-from afd_testkit.npu import streams
+from afd_testkit.npu import stream_state, streams
 from afd_testkit.npu.stream_check import (
     Place,
     StreamCheck,
@@ -27,10 +27,10 @@ pytestmark = pytest.mark.cpu
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No observer, no mode and no stream but the default one, before and after."""
-    streams.reset_streams()
+    stream_state.reset_streams()
     modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     yield
-    assert streams.observer() is None
+    assert stream_state.observer() is None
     assert modes == (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack())
     assert current_stream() == streams.default_stream()
 
@@ -337,3 +337,10 @@ def test_what_has_no_device_may_be_the_host_s() -> None:
     with check_streams(unplaced=Place.HOST) as check:
         assert check.place_of(torch.zeros(2)) is Place.HOST
         assert check.place_of(torch.zeros(2, device=torch.device("cpu"))) is Place.DEVICE
+
+
+def test_a_factory_with_a_device_is_a_kernel_there() -> None:
+    with check_streams(on_hazard="collect", unplaced=Place.HOST) as check:
+        value = torch.ones(4, device=torch.device("cpu"))
+        on(Stream(), lambda: value + 1)
+    assert kinds(check) == [("w", "r")]

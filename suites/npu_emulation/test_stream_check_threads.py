@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from afd_testkit.npu import streams
+from afd_testkit.npu import stream_state, streams
 from afd_testkit.npu.stream_check import (
     StreamCheck,
     check_streams,
@@ -22,10 +22,10 @@ pytestmark = pytest.mark.cpu
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """No observer, no mode and no stream but the default one, before and after."""
-    streams.reset_streams()
+    stream_state.reset_streams()
     modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
     yield
-    assert streams.observer() is None
+    assert stream_state.observer() is None
     assert modes == (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack())
     assert current_stream() == streams.default_stream()
 

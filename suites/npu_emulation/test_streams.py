@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from afd_testkit.npu import streams
+from afd_testkit.npu import stream_state, streams
 from afd_testkit.npu.errors import EmulationConflict, NotEmulated
 from afd_testkit.npu.streams import (
     Event,
@@ -28,9 +28,9 @@ pytestmark = pytest.mark.cpu
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """No device chosen and default streams current, before and after."""
-    streams.reset_streams()
+    stream_state.reset_streams()
     yield
-    streams.reset_streams()
+    stream_state.reset_streams()
 
 
 def in_thread(function: Any) -> Any:
@@ -42,7 +42,7 @@ def in_thread(function: Any) -> Any:
     return results[0]
 
 
-class Recorder(streams.StreamObserver):
+class Recorder(stream_state.StreamObserver):
     """Writes down what it is told; its marks are numbers."""
 
     def __init__(self) -> None:
@@ -69,9 +69,9 @@ class Recorder(streams.StreamObserver):
 def observed() -> Iterator[Recorder]:
     """An observer that is told inside the test."""
     recorder = Recorder()
-    streams.observe(recorder)
+    stream_state.observe(recorder)
     yield recorder
-    streams.stop_observing(recorder)
+    stream_state.stop_observing(recorder)
 
 
 def test_streams_are_equal_by_device_and_id() -> None:
@@ -92,14 +92,14 @@ def test_streams_are_equal_by_device_and_id() -> None:
     [(None, 3), (0, 0), (2, 2), (-1, 3), ("npu", 3), ("npu:1", 1)],
 )
 def test_a_device_is_given_in_many_ways(device: object, index: int) -> None:
-    streams.set_device_index(3)
+    stream_state.set_device_index(3)
     assert Stream(device).device_index == index
     assert current_stream(device).device_index == index
     assert default_stream(device) == Stream(stream_id=0, device_index=index)
 
 
 def test_the_cpu_stands_for_the_current_device() -> None:
-    streams.set_device_index(2)
+    stream_state.set_device_index(2)
     assert Stream(torch.device("cpu")).device_index == 2
     assert Stream(torch.device("privateuseone", 1)).device_index == 1
 
@@ -178,10 +178,10 @@ def test_a_context_restores_after_an_error_and_may_be_entered_again() -> None:
 def test_a_context_of_another_device_restores_the_device() -> None:
     other = Stream(device=1)
     with streams.stream(other):
-        assert streams.current_device_index() == 1
+        assert stream_state.current_device_index() == 1
         assert current_stream() == other
         assert current_stream(0) == default_stream(0)
-    assert streams.current_device_index() == 0
+    assert stream_state.current_device_index() == 0
     assert current_stream(1) == default_stream(1)
 
 
@@ -198,8 +198,8 @@ def test_each_thread_has_its_own_current_stream() -> None:
 
 
 def test_a_thread_that_chose_no_device_uses_the_process_s() -> None:
-    streams.set_device_index(2)
-    assert in_thread(streams.current_device_index) == 2
+    stream_state.set_device_index(2)
+    assert in_thread(stream_state.current_device_index) == 2
 
 
 def test_events_know_whether_they_are_recorded() -> None:
@@ -305,9 +305,9 @@ def test_an_event_is_recorded_and_awaited_on_the_current_stream(observed: Record
 
 def test_there_is_one_observer(observed: Recorder) -> None:
     with pytest.raises(EmulationConflict, match="observed already"):
-        streams.observe(Recorder())
-    streams.stop_observing(Recorder())
-    assert streams.observer() is observed
+        stream_state.observe(Recorder())
+    stream_state.stop_observing(Recorder())
+    assert stream_state.observer() is observed
 
 
 def test_exported_names() -> None:
