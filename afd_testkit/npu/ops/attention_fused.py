@@ -263,7 +263,7 @@ class Fused:
         taken = per_request(operator, "lengths of keys", lengths, requests, most)
         result = []
         for request, length in enumerate(taken):
-            parts = [cache.read(table[request], 0, length) for cache in caches]
+            parts = [cache.read(table[request], length) for cache in caches]
             merged = torch.cat([parts[0], parts[2]], dim=-1) if len(parts) == 3 else parts[0]
             result.append((merged, parts[1]))
         return result

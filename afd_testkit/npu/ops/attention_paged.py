@@ -59,7 +59,7 @@ def _npu_paged_attention(
     lengths = per_request(PAGED, "context_lens", context_lens.tolist(), requests, most)
     rows = out.view(out.shape[0], num_heads, caches[1].dim)
     for request, length in enumerate(lengths):
-        key, value = (cache.read(block_table[request], 0, length) for cache in caches)
+        key, value = (cache.read(block_table[request], length) for cache in caches)
         attended, _ = attend(
             query[request].unsqueeze(1),
             key.transpose(0, 1),

@@ -136,26 +136,24 @@ class PagedCache:
         shape = self.cache.shape
         return int({3: shape[2] // self.heads, 4: shape[-1], 5: shape[2] * shape[-1]}[len(shape)])
 
-    def read(self, table: torch.Tensor, start: int, length: int) -> torch.Tensor:
-        """Tokens [start, start + length) of the request whose blocks ``table`` [n] lists.
+    def read(self, table: torch.Tensor, length: int) -> torch.Tensor:
+        """The first ``length`` tokens of the request whose blocks ``table`` [n] lists.
 
         Returns [length, N, D].  Entries of the table beyond those tokens are not looked at.
         """
-        size = self.block_size
-        first, last = start // size, -(-(start + length) // size)
-        if last > table.shape[0]:
+        blocks = -(-length // self.block_size)
+        if blocks > table.shape[0]:
             raise KernelLimit(
-                f"{self.operator}: {start + length} tokens need {last} blocks of {size}; the "
+                f"{self.operator}: {length} tokens need {blocks} blocks of {self.block_size}; the "
                 f"request's row of the block table has {table.shape[0]}."
             )
-        used = table[first:last].long()
+        used = table[:blocks].long()
         if length and not 0 <= int(used.min()) <= int(used.max()) < self.cache.shape[0]:
             raise KernelLimit(
                 f"{self.operator}: block table entries {used.tolist()} for {length} tokens; "
                 f"{self.name} has blocks 0 to {self.cache.shape[0] - 1}."
             )
-        offset = start - first * size
-        return self._tokens_first(self.cache[used])[offset : offset + length]
+        return self._tokens_first(self.cache[used])[:length]
 
     def _tokens_first(self, blocks: torch.Tensor) -> torch.Tensor:
         """Some blocks as [tokens, N, D]."""
