@@ -178,7 +178,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "dim-with-rope": (
         "alignment",
-        "128 or 512",
+        "they have 128",
         packed(dim=96, query_rope=zeros(4, 2, 64), key_rope=zeros(4, 2, 64)),
     ),
     "rope-layout": (
@@ -186,6 +186,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "TND or NTD_TND",
         padded(dim=128, query_rope=zeros(1, 2, 2, 64), key_rope=zeros(1, 2, 2, 64)),
     ),
+    "latent-dim": ("alignment", "they have 512", latent(dim=128)),
     "latent-heads": ("alignment", "power of 2", latent(heads=12)),
     "latent-queries": ("alignment", "at most 16", latent(queries=17)),
     "latent-block": ("alignment", "16 or 128", latent(block_size=64)),

@@ -12,7 +12,6 @@ from afd_testkit.npu.errors import KernelLimit, NotEmulated
 from afd_testkit.npu.ops.arguments import emulated_only, limit_dtype
 from afd_testkit.npu.ops.attention_core import Visibility, attend
 from afd_testkit.npu.ops.attention_limits import (
-    LATENT_DIM,
     Shapes,
     check_dtypes,
     check_lengths,
@@ -143,7 +142,7 @@ class Fused:
         check_dtypes(
             operator,
             tensors,
-            bfloat16_only=given in PACKED and self.query.shape[-1] != LATENT_DIM,
+            bfloat16_only=given in PACKED and (self.query_rope is None or self.block_table is None),
         )
         if self.block_table is not None:
             limit_dtype(operator, "block_table", self.block_table, (torch.int32,))

@@ -58,6 +58,11 @@ class Shapes:
         """Whether requests follow each other on one token axis."""
         return self.layout.startswith(("TND", "NTD"))
 
+    @property
+    def latent(self) -> bool:
+        """Whether keys are the latent KV of MLA: beside a rope part, in pages or 512 wide."""
+        return self.rope_dim is not None and (self.block_size is not None or self.dim == LATENT_DIM)
+
 
 def check_dtypes(operator: str, tensors: dict[str, torch.Tensor], *, bfloat16_only: bool) -> None:
     """float16 or bfloat16; in packed layouts with a head dimension below 512 bfloat16."""
@@ -161,22 +166,21 @@ def _check_rope(shapes: Shapes, rope_dim: int) -> None:
         rope_dim == ROPE_DIM,
         f"query_rope and key_rope have {rope_dim} elements; they have {ROPE_DIM}",
     )
-    limit(
-        shapes.operator,
-        "alignment",
-        shapes.dim in (128, LATENT_DIM),
-        f"heads have {shapes.dim} elements beside rope parts; they have 128 or {LATENT_DIM}",
-    )
-    if shapes.dim == LATENT_DIM:
+    if shapes.latent:
         _check_latent(shapes)
         return
     limit(
         shapes.operator,
+        "alignment",
+        shapes.dim == 128,
+        f"heads have {shapes.dim} elements beside rope parts; without a block table they have 128",
+    )
+    limit(
+        shapes.operator,
         "layout",
-        shapes.layout in ("TND", "NTD_TND") and shapes.block_size is None,
-        f"heads of {shapes.dim} with rope parts in layout {shapes.layout}"
-        f"{'' if shapes.block_size is None else ' with a block table'}; they take TND or NTD_TND "
-        f"without one, a paged cache takes latent heads of {LATENT_DIM}",
+        shapes.layout in ("TND", "NTD_TND"),
+        f"heads with rope parts and no block table in layout {shapes.layout}; they take TND or "
+        "NTD_TND",
     )
 
 
@@ -186,8 +190,15 @@ def _check_latent(shapes: Shapes) -> None:
     limit(
         operator,
         "alignment",
+        shapes.dim == LATENT_DIM,
+        f"heads have {shapes.dim} elements beside rope parts; over a paged cache they have "
+        f"{LATENT_DIM}",
+    )
+    limit(
+        operator,
+        "alignment",
         shapes.heads in LATENT_HEADS and shapes.kv_heads == 1,
-        f"{shapes.heads} query and {shapes.kv_heads} key heads of {LATENT_DIM}; query heads are a "
+        f"{shapes.heads} query and {shapes.kv_heads} latent key heads; query heads are a "
         "power of 2 up to 128, key heads 1, so pad the query",
     )
     limit(
@@ -200,7 +211,7 @@ def _check_latent(shapes: Shapes) -> None:
         operator,
         "layout",
         shapes.block_size is not None and shapes.layout in LATENT_LAYOUTS,
-        f"heads of {LATENT_DIM} with rope parts in layout {shapes.layout}; they take a block table "
+        f"latent heads in layout {shapes.layout}; they take a block table "
         f"and one of {', '.join(LATENT_LAYOUTS)}",
     )
     limit(
@@ -222,7 +233,7 @@ def _check_latent(shapes: Shapes) -> None:
 
 
 def _check_blocks(shapes: Shapes, block_size: int) -> None:
-    if shapes.dim == LATENT_DIM and shapes.rope_dim is not None:
+    if shapes.latent:
         allowed = (128,) if shapes.cache_axes == 5 else (16, 128)
         holds, rule = block_size in allowed, " or ".join(map(str, allowed))
     elif shapes.longest > 1:
