@@ -11,10 +11,10 @@ from afd_plugin.plan import SplitPlan
 from afd_plugin.stage_inputs import StageInputs
 
 Forward = Callable[[int, StageInputs], Any]
-Scopes = Callable[[int], Sequence[AbstractContextManager[Any]]]
+Scopes = Callable[[int, StageInputs], Sequence[AbstractContextManager[Any]]]
 
 
-def _no_scopes(stage: int) -> Sequence[AbstractContextManager[Any]]:
+def _no_scopes(stage: int, inputs: StageInputs) -> Sequence[AbstractContextManager[Any]]:
     return ()
 
 
@@ -27,12 +27,12 @@ def run_stages(
     """Split ``inputs``, run stage 0 and then stage 1, and merge their outputs.
 
     ``inputs``: as for ``slice_stage_inputs``.  ``forward(stage, inputs)`` runs one stage and
-    returns what ``merge_stage_outputs`` takes.  ``scopes(stage)``: context managers that hold
-    the stage's state (forward context and the like); they are left before the other stage
+    returns what ``merge_stage_outputs`` takes.  ``scopes(stage, inputs)``: context managers that
+    hold the stage's state (forward context and the like); they are left before the other stage
     starts, after success and after an error alike, and the error surfaces as it was raised.
     """
     outputs = []
     for stage, values in enumerate(stage_inputs.slice_stage_inputs(plan, **inputs)):
-        with context.stage_scope(stage, scopes(stage)):
+        with context.stage_scope(stage, scopes(stage, values)):
             outputs.append(forward(stage, values))
     return merge.merge_stage_outputs(plan, outputs)

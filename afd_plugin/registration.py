@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from afd_plugin.compat.known import check_vllm_version
+from afd_plugin.compat.known import check_versions, vllm_ascend_version
 
 _done = False
 
@@ -18,8 +18,10 @@ def register() -> None:
     if _done:
         return
     # First, so that another release is named before its modules fail to import.
-    check_vllm_version()
-    from afd_plugin.compat.vllm import check_drift
+    check_versions()
+    # vLLM-Ascend's modules must not be imported as early as this; AFDNPUWorker checks them.
+    if vllm_ascend_version() is None:
+        from afd_plugin.compat.vllm import check_drift
 
-    check_drift()
+        check_drift()
     _done = True

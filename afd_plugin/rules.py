@@ -144,11 +144,13 @@ def _equal(values: NDArray[Any], expected: NDArray[np.int32], raw: bytearray) ->
 
 
 def match_offsets(offsets: NDArray[Any], pieces: Pieces) -> None:
-    """Refuse offsets of another step, and padding rows that are not empty."""
+    """Refuse offsets of another step, and padding rows that hold anything but padding."""
     batch = pieces.plan.batch
+    # Rows of padding are empty, or one of them holds the buffer's padding, which vLLM-Ascend
+    # adds where a kernel wants the offsets to end with the buffer.
     extra = offsets[batch.num_reqs + 1 :]
     if not _equal(offsets[: batch.num_reqs + 1], batch.starts_i32, batch.starts_raw) or (
-        extra.size and (extra != batch.num_tokens).any()
+        extra.size and not np.isin(extra, (batch.num_tokens, batch.num_input_tokens)).all()
     ):
         raise MetadataMismatch(
             f"query_start_loc {_short(offsets)} does not match the batch of the plan, "
@@ -199,6 +201,32 @@ def sequence_lengths(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair
     if pieces.owed:
         shorter[-1] = shorter.item(-1) - pieces.owed
     return _like(value, shorter, view[second].copy())
+
+
+def computed_tokens(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
+    """[>= R] tokens before each piece: the cut request's second piece starts after its first.
+
+    Both results own their storage.
+    """
+    if value is None:
+        return None, None
+    _need(name, value, pieces.num_reqs, "requests")
+    batch = pieces.plan.batch
+    view = pieces.view(value)
+    if view is not None and not np.array_equal(view[: pieces.num_reqs], batch.num_computed_tokens):
+        raise MetadataMismatch(
+            f"{name} {_short(view[: pieces.num_reqs])} does not match the computed tokens of the "
+            f"batch, {_short(batch.num_computed_tokens)}."
+        )
+    first, second = pieces.requests
+    lead, rest = value[first], value[second]
+    if view is not None:
+        lead, rest = _like(value, view[first].copy(), view[second].copy())
+    else:
+        lead, rest = lead.clone(), rest.clone()
+    if pieces.owed:
+        rest[:1] += batch.scheduled_i32.item(second.start) - pieces.owed
+    return lead, rest
 
 
 def query_offsets(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
@@ -262,6 +290,43 @@ def num_real_tokens(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
     return pieces.cut, pieces.num_tokens - pieces.cut
 
 
+def num_input_tokens(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
+    """Rows of the stage's buffers, its own padding included."""
+    first, second = pieces.plan.stages
+    return first.num_input_tokens, second.num_input_tokens
+
+
+def attention_state(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
+    """vLLM-Ascend's attention state of each stage, from that stage's own content.
+
+    ``value``: a member of ``AscendAttentionState``.  The step's state says of a stage neither
+    more nor less than of the step: the second piece of a fresh prompt has context, and a kernel
+    told ``PrefillNoCache`` would not look for it.  A stage without context is
+    ``PrefillNoCache``; a stage of decodes only is ``DecodeOnly``; any other reads its context
+    through the block table, ``ChunkedPrefill``, or ``PrefillCacheHit`` where the step does.
+    """
+    states = type(value)
+    if value is states["SpecDecoding"]:
+        raise RefusedField(
+            f"field {name} is {value}; speculative decoding has no state for a stage. "
+            "Run without speculative decoding."
+        )
+    if value is states["DecodeOnly"]:
+        return value, value  # whole requests of one token each
+    batch = pieces.plan.batch
+    general = value if value is states["PrefillCacheHit"] else states["ChunkedPrefill"]
+    found = []
+    for index, rows in enumerate(pieces.requests):
+        has_context = bool(batch.num_computed_tokens[rows].any()) or (index == 1 and pieces.owed)
+        if not has_context:
+            found.append(states["PrefillNoCache"])
+        elif not batch.is_prefilling[rows].any():
+            found.append(states["DecodeOnly"])
+        else:
+            found.append(general)
+    return found[0], found[1]
+
+
 def max_query_len(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
     """Longest query piece of the stage."""
     return pieces.max_query_len
@@ -308,6 +373,7 @@ _NONE_STAYS: tuple[Rule, ...] = (
     per_request,
     per_request_if_array,
     sequence_lengths,
+    computed_tokens,
     query_offsets,
     per_token,
     positions,

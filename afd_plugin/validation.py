@@ -14,10 +14,17 @@ from afd_plugin import errors as e
 from afd_plugin.config import AFDConfig
 from afd_plugin.errors import UnsupportedSetup
 
-# Backends whose metadata builder handles a request that begins with context, as the second
-# piece of a cut request does: read in vLLM 0.32.0's cpu_attn.py and amx_mla.py, and shown by
-# the gates.  cpu_mla.py drops the context without a word.
-CHUNKED_CONTEXT_BACKENDS = ("CPU_ATTN", "AMX_MLA")
+MLA_BUILDER = "vllm_ascend.attention.mla_v1.AscendMLAMetadataBuilder"
+# Backends, by name or by their metadata builder, that handle a request that begins with context,
+# as the second piece of a cut request does: read in vLLM 0.32.0's cpu_attn.py and amx_mla.py and
+# in vLLM-Ascend 0.23.0.post1's attention_v1.py and mla_v1.py, and shown by the gates.
+# cpu_mla.py drops the context without a word.
+CHUNKED_CONTEXT_BACKENDS = (
+    "CPU_ATTN",
+    "AMX_MLA",
+    "vllm_ascend.attention.attention_v1.AscendAttentionMetadataBuilder",
+    MLA_BUILDER,
+)
 
 
 class RequestSplitWarning(UserWarning):
@@ -26,7 +33,12 @@ class RequestSplitWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a deployment is, in neutral terms; sizes are rank counts."""
+    """What a deployment is, in neutral terms; sizes are rank counts.
+
+    ``proved_parallel``: kinds of parallelism, of ``tensor`` and ``data``, that this engine's
+    gates cover.  ``sharded_tokens``: tokens are sharded over the TP ranks (FlashComm1).
+    ``uncovered_options``: options of the engine that are on and that no gate covers.
+    """
 
     prefill_context_parallel_size: int
     decode_context_parallel_size: int
@@ -48,6 +60,10 @@ class Setup:
     expert_load_balancing: bool
     kv_sharing_fast_prefill: bool
     attention_backends: tuple[str, ...]
+    proved_parallel: tuple[str, ...] = ()
+    sharded_tokens: bool = False
+    chunked_prefill: bool = True
+    uncovered_options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,19 @@ def _chunked_context(value: object) -> bool:
     )
 
 
+def _unproved(kind: str, size: int, setup: Setup) -> int:
+    """``size``, or 1 where this engine's gates cover that kind of parallelism."""
+    return 1 if kind in setup.proved_parallel else size
+
+
+def _drops_context(setup: Setup) -> bool:
+    """Whether the builder ignores context while chunked prefill is off.
+
+    Read in ``build_chunked_metadata`` of vLLM-Ascend 0.23.0.post1's mla_v1.py.
+    """
+    return MLA_BUILDER in setup.attention_backends and not setup.chunked_prefill
+
+
 # In the order in which they are judged.
 _EVERY_SPLIT = (
     _Check(e.AttentionSideGate, lambda s, c: c.compute_gate_on_attention, _off),
@@ -87,18 +116,20 @@ _EVERY_SPLIT = (
     _Check(e.EncoderDecoder, lambda s, c: s.encoder_decoder, _off),
     _Check(e.RecurrentState, lambda s, c: s.recurrent_state, _off),
     _Check(e.PoolingRunner, lambda s, c: s.runner_type, lambda v: v == "generate"),
-    _Check(e.TensorParallel, lambda s, c: s.tensor_parallel_size, _one),
-    _Check(e.DataParallel, lambda s, c: s.data_parallel_size, _one),
+    _Check(e.TensorParallel, lambda s, c: _unproved("tensor", s.tensor_parallel_size, s), _one),
+    _Check(e.DataParallel, lambda s, c: _unproved("data", s.data_parallel_size, s), _one),
     _Check(e.PipelineParallel, lambda s, c: s.pipeline_parallel_size, _one),
     _Check(e.SequenceParallelMoE, lambda s, c: s.sequence_parallel_moe, _off),
     _Check(e.LoRAAdapters, lambda s, c: s.lora, _off),
     _Check(e.KVConnector, lambda s, c: s.kv_connector, _off),
     _Check(e.ExpertLoadBalancing, lambda s, c: s.expert_load_balancing, _off),
     _Check(e.SharedKVFastPrefill, lambda s, c: s.kv_sharing_fast_prefill, _off),
+    _Check(e.UncoveredOption, lambda s, c: s.uncovered_options, lambda v: v == ()),
 )
 # Only a cut inside a request makes a piece that starts with context.
 _TOKEN_SPLIT = (
     _Check(e.AttentionBackendUnsupported, lambda s, c: s.attention_backends, _chunked_context),
+    _Check(e.ContextNeedsChunkedPrefill, lambda s, c: _drops_context(s), _off),
 )
 
 

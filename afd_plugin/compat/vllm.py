@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Mapping
 
 from vllm.config import VllmConfig
@@ -16,9 +14,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
-from afd_plugin.compat.known import PINNED_VLLM, check_vllm_version
-from afd_plugin.errors import UpstreamDrift
-from afd_plugin.metadata import resolve_rules
+from afd_plugin.compat.contracts import Contract
+from afd_plugin.compat.known import PINNED_VLLM, check_versions
 from afd_plugin.validation import Setup
 
 # Parameters of everything that is overridden, wrapped or called by keyword; by name, so that
@@ -94,33 +91,22 @@ _FORWARD_CONTEXT_FIELDS = (
 )
 
 
+CONTRACT = Contract(
+    stack=f"vLLM {PINNED_VLLM}",
+    signatures=_SIGNATURES,
+    fields={ForwardContext: _FORWARD_CONTEXT_FIELDS},
+    metadata=(CommonAttentionMetadata,),
+)
+
+
 def check_drift() -> None:
     """Compare the installed vLLM with what this package was written against.
 
     Raises :class:`UpstreamDrift` naming the version, signature or field that differs, and
     ``MissingFieldRule`` / ``StaleFieldRule`` for attention metadata.
     """
-    check_vllm_version()
-    for (owner, name), pinned in _SIGNATURES.items():
-        if not hasattr(owner, name):
-            raise UpstreamDrift(
-                f"{owner.__qualname__} has no {name}; vLLM {PINNED_VLLM} differs from the release "
-                "of that number. Reinstall it."
-            )
-        found = tuple(inspect.signature(getattr(owner, name)).parameters)
-        if found != pinned:
-            raise UpstreamDrift(
-                f"{owner.__qualname__}.{name} takes {found}, pinned is {pinned}; this vLLM, or a "
-                f"plugin that replaced the method, differs from release {PINNED_VLLM}. "
-                "Reinstall vLLM, or run without that plugin."
-            )
-    fields = tuple(field.name for field in dataclasses.fields(ForwardContext))
-    if fields != _FORWARD_CONTEXT_FIELDS:
-        raise UpstreamDrift(
-            f"ForwardContext has fields {fields}, pinned are {_FORWARD_CONTEXT_FIELDS}; "
-            "decide what each new field means for a stage."
-        )
-    resolve_rules(CommonAttentionMetadata)
+    check_versions()
+    CONTRACT.check()
 
 
 def _attention_backend(vllm_config: VllmConfig) -> str:

@@ -7,21 +7,84 @@ from contextlib import contextmanager
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from afd_plugin.compat.stages import StageBuilders
 from afd_plugin.compat.vllm import read_setup
-from afd_plugin.config import AFDConfig
+from afd_plugin.compat.vllm_stages import stage_forward_context
 from afd_plugin.context import AttributeSlot, replaced
-from afd_plugin.errors import UpstreamDrift
+from afd_plugin.decision import decide_step
 from afd_plugin.registration import register
-from afd_plugin.validation import validate, validate_backends
+from afd_plugin.validation import validate_backends
 from afd_plugin.workers.runner import TwoStageRunnerMixin
+from afd_plugin.workers.worker import TwoStageWorkerMixin
 
 
 class AFDCPUModelRunner(TwoStageRunnerMixin, CPUModelRunner):  # type: ignore[misc]
     """The CPU model runner, able to run a step as two stages."""
+
+    def initialize_metadata_builders(self, kv_cache_config: Any, kernel_block_sizes: Any) -> None:
+        """One builder a stage: builders keep buffers, which two stages may not share."""
+        validate_backends(self.afd_backends(), self.afd_config)
+        super().initialize_metadata_builders(kv_cache_config, kernel_block_sizes)
+        for index, groups in enumerate(self.attn_groups):
+            size = kernel_block_sizes[index] if index < len(kernel_block_sizes) else None
+            for group in groups:
+                group.create_metadata_builders(
+                    self.vllm_config, self.device, size, num_metadata_builders=2
+                )
+
+    def _build_attention_metadata(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        max_query_len: int,
+        *,
+        slot_mappings: Any = None,
+        **options: Any,
+    ) -> tuple[Any, Any]:
+        """Decide the step's plan; of a split step build both stages' metadata."""
+
+        def build() -> tuple[Any, Any]:
+            result: tuple[Any, Any] = super(AFDCPUModelRunner, self)._build_attention_metadata(
+                num_tokens, num_reqs, max_query_len, slot_mappings=slot_mappings, **options
+            )
+            return result
+
+        step = self._afd_step
+        if step is None or slot_mappings is None:
+            return build()
+        step.decision = decide_step(
+            self._afd_batch(num_reqs), self.afd_config, self._afd_kv_groups(slot_mappings)
+        )
+        return self._afd_build(step, build, StageBuilders)
+
+    def _model_forward(
+        self,
+        input_ids: Any = None,
+        positions: Any = None,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The model once, or once a stage."""
+        whole = super()._model_forward
+        step = self._afd_step
+        if step is None or step.decision is None:
+            return whole(input_ids, positions, intermediate_tensors, inputs_embeds, **model_kwargs)
+        parent = get_forward_context()
+        return self._afd_forward(
+            step,
+            whole,
+            lambda plan, stage, inputs: [
+                stage_forward_context(parent, step.pairs, plan.stages[stage], stage)
+            ],
+            {"input_ids": input_ids, "positions": positions, "inputs_embeds": inputs_embeds},
+            {"intermediate_tensors": intermediate_tensors, **model_kwargs},
+        )
 
 
 @contextmanager
@@ -37,8 +100,10 @@ def _runner_class() -> Generator[None, None, None]:
         yield
 
 
-class AFDCPUWorker(CPUWorker):  # type: ignore[misc]
+class AFDCPUWorker(TwoStageWorkerMixin, CPUWorker):  # type: ignore[misc]
     """Refuses what is not known to be right before anything is created, then splits prefill."""
+
+    afd_runner_class = AFDCPUModelRunner
 
     def __init__(
         self,
@@ -49,9 +114,7 @@ class AFDCPUWorker(CPUWorker):  # type: ignore[misc]
         is_driver_worker: bool = False,
     ) -> None:
         register()
-        self._afd_config = AFDConfig.from_additional_config(vllm_config.additional_config)
-        self._afd_setup = read_setup(vllm_config)
-        validate(self._afd_setup, self._afd_config)
+        self.afd_prepare(vllm_config, read_setup)
         super().__init__(
             vllm_config,
             local_rank,
@@ -63,34 +126,4 @@ class AFDCPUWorker(CPUWorker):  # type: ignore[misc]
     def init_device(self) -> None:
         with _runner_class():
             super().init_device()
-        if self._splits():
-            self.model_runner.afd_start(self._afd_config)
-        elif self._afd_config.async_moe_ubatching:
-            raise UpstreamDrift(
-                f"CPUWorker.init_device built a {type(self.model_runner).__qualname__}, not an "
-                "AFDCPUModelRunner, which alone can split. Install a pinned vLLM, or turn the "
-                'split off: additional_config={"afd": {"async_moe_ubatching": false}}.'
-            )
-
-    def _splits(self) -> bool:
-        """Whether the runner can split; Model Runner V2 cannot, and runs with the split off."""
-        return isinstance(self.model_runner, AFDCPUModelRunner)
-
-    def afd_configure(self, options: dict[str, Any]) -> None:
-        """Replace the options between steps, judged as at start-up; for tests and replays.
-
-        Raises what start-up would raise; the earlier options then stay in force.
-        """
-        config = AFDConfig.from_options(options)
-        validate(self._afd_setup, config)
-        if self._splits():
-            validate_backends(self.model_runner.afd_backends(), config)
-            self.model_runner.afd_config = config
-        self._afd_config = config
-
-    def afd_take_evidence(self) -> list[dict[str, Any]]:
-        """Evidence of each step since the last call (``StepEvidence.as_dict``).
-
-        A runner that cannot split records none.
-        """
-        return list(self.model_runner.afd_take_evidence()) if self._splits() else []
+        self.afd_attach()

@@ -174,7 +174,7 @@ class AFDRunner(StockRunner):
     def _stages(self, plan: SplitPlan, inputs: StepInputs) -> torch.Tensor:
         pieces = metadata.slice_metadata(inputs.metadata, plan)
 
-        def scopes(stage: int) -> list[AbstractContextManager[Any]]:
+        def scopes(stage: int, inputs: Any) -> list[AbstractContextManager[Any]]:
             slot = context.AttributeSlot(self, "attention")
             return [context.replaced(slot, PagedAttention(pieces[stage], self.cache))]
 

@@ -47,7 +47,7 @@ class World:
             if stage in self.leave_error:
                 raise self.leave_error[stage]
 
-    def scopes(self, stage: int) -> list[Any]:
+    def scopes(self, stage: int, inputs: Any = None) -> list[Any]:
         return [self.scope(stage)]
 
     def forward(self, stage: int, inputs: Any) -> Any:
@@ -134,7 +134,7 @@ def test_forward_and_restore_both_fail(world: World, stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_scopes_that_cannot_be_made(world: World, stage: int) -> None:
-    def scopes(index: int) -> list[Any]:
+    def scopes(index: int, inputs: Any) -> list[Any]:
         if index == stage:
             raise LookupError("no metadata")
         return world.scopes(index)
@@ -171,7 +171,7 @@ def test_a_second_run_after_a_failed_one(world: World) -> None:
 
 
 def test_scopes_of_the_second_stage_are_made_after_the_first_is_left(world: World) -> None:
-    def scopes(stage: int) -> list[Any]:
+    def scopes(stage: int, inputs: Any) -> list[Any]:
         world.log.append(f"scopes {stage} in {world.context!r}")
         return world.scopes(stage)
 

@@ -1,0 +1,204 @@
+"""``worker_cls="afd_plugin.workers.npu.AFDNPUWorker"``: vLLM-Ascend's worker with split prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import lcm
+from typing import Any
+
+import torch.distributed as dist
+from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.forward_context import get_forward_context
+from vllm.v1.worker.utils import AttentionGroup
+from vllm_ascend.utils import enable_sp
+from vllm_ascend.worker import worker as worker_module
+from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+from vllm_ascend.worker.worker import NPUWorker
+
+from afd_plugin.agreement import AgreementGroup, agree_on_plan, withdraw
+from afd_plugin.compat.ascend import builder_path, check_drift, read_setup
+from afd_plugin.compat.ascend_stages import AscendStageBuilders, StageCaches, stage_scopes
+from afd_plugin.config import AFDConfig
+from afd_plugin.context import AttributeSlot, replaced
+from afd_plugin.decision import StepDecision, decide_step
+from afd_plugin.layout import Layout
+from afd_plugin.validation import validate_backends
+from afd_plugin.workers.runner import TwoStageRunnerMixin
+from afd_plugin.workers.worker import TwoStageWorkerMixin
+
+
+class AFDNPUModelRunner(TwoStageRunnerMixin, NPUModelRunner):  # type: ignore[misc]
+    """The NPU model runner, able to run a step as two stages."""
+
+    def afd_start(self, config: AFDConfig) -> None:
+        """Take the checked configuration, and meet the other ranks of the TP group."""
+        super().afd_start(config)
+        self._afd_caches = StageCaches()
+        self._afd_group: AgreementGroup | None = None
+        group = get_tp_group()
+        if group.world_size > 1:
+            self._afd_group = AgreementGroup(
+                dist.distributed_c10d._get_default_store(),
+                group.rank_in_group,
+                group.world_size,
+                name=f"tp/{'-'.join(map(str, group.ranks))}",
+            )
+
+    def _afd_backend_name(self, group: AttentionGroup) -> str:
+        return builder_path(group.backend)
+
+    def initialize_attn_backend(self, kv_cache_config: Any) -> None:
+        """One builder a stage: builders keep buffers, which two stages may not share."""
+        super().initialize_attn_backend(kv_cache_config)
+        validate_backends(self.afd_backends(), self.afd_config)
+        for group in (group for groups in self.attn_groups for group in groups):
+            group.create_metadata_builders(
+                self.vllm_config, self.device, None, num_metadata_builders=2
+            )
+
+    def _afd_layout(self) -> Layout:
+        """How this step holds its tokens: sharded over the TP ranks while FlashComm1 is on."""
+        return Layout(
+            get_tp_group().world_size, get_tensor_model_parallel_rank(), enable_sp(self.vllm_config)
+        )
+
+    def _afd_decide(self, num_reqs: int, num_input_tokens: int) -> StepDecision:
+        """The plan of this step, on which all ranks of the TP group agree.
+
+        Raises subclasses of :class:`~afd_plugin.errors.AgreementError` on every rank.
+        """
+        layout = self._afd_layout()
+        alignment = lcm(self.afd_config.async_moe_token_alignment, layout.alignment)
+        tables = self.input_batch.block_table.block_tables
+        try:
+            decision = decide_step(
+                self._afd_batch(num_reqs, num_input_tokens),
+                replace(self.afd_config, async_moe_token_alignment=alignment),
+                self._afd_kv_groups(
+                    {index: table.slot_mapping.gpu for index, table in enumerate(tables)}
+                ),
+            )
+        except Exception as error:
+            if self._afd_group is not None:
+                withdraw(self._afd_group, error)
+            raise
+        if self._afd_group is not None:
+            agree_on_plan(self._afd_group, decision.plan, layout)
+        return decision
+
+    def _build_attention_metadata(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        max_query_len: int,
+        num_tokens_padded: int | None = None,
+        **options: Any,
+    ) -> tuple[Any, Any]:
+        """Decide the step's plan; of a split step build both stages' metadata."""
+
+        def build() -> tuple[Any, Any]:
+            result: tuple[Any, Any] = super(AFDNPUModelRunner, self)._build_attention_metadata(
+                num_tokens, num_reqs, max_query_len, num_tokens_padded, **options
+            )
+            return result
+
+        step = self._afd_step
+        if step is None:
+            return build()
+        step.decision = self._afd_decide(num_reqs, num_tokens_padded or num_tokens)
+        # As the runner pads a whole step: with sharded tokens, but for MLA.
+        pad = enable_sp(self.vllm_config) and not self.model_config.use_mla
+        return self._afd_build(
+            step,
+            build,
+            lambda builders, plan: AscendStageBuilders(builders, plan, self._afd_caches, pad=pad),
+        )
+
+    def _model_forward(
+        self,
+        num_tokens_padded: int,
+        input_ids: Any = None,
+        positions: Any = None,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The model once, or once a stage."""
+        forward = super()._model_forward
+        step = self._afd_step
+        if step is None or step.decision is None:
+            return forward(
+                num_tokens_padded,
+                input_ids,
+                positions,
+                intermediate_tensors,
+                inputs_embeds,
+                **model_kwargs,
+            )
+        parent = get_forward_context()
+
+        def whole(**inputs: Any) -> Any:
+            return forward(inputs["positions"].shape[-1], **inputs)
+
+        return self._afd_forward(
+            step,
+            whole,
+            lambda plan, stage, inputs: stage_scopes(
+                self,
+                parent,
+                step.pairs,
+                plan.stages[stage],
+                stage,
+                inputs=inputs,
+                caches=self._afd_caches,
+                rows_across_dp=None,
+            ),
+            {"input_ids": input_ids, "positions": positions, "inputs_embeds": inputs_embeds},
+            {"intermediate_tensors": intermediate_tensors, **model_kwargs},
+        )
+
+
+@contextmanager
+def _runner_class() -> Generator[None, None, None]:
+    """``NPUWorker.init_device`` builds an :class:`AFDNPUModelRunner` inside.
+
+    Why a patch: the worker names its runner class in the middle of ``init_device`` and offers
+    no other seam.  The name and the signatures are pinned in ``compat.ascend``.  Remove when the
+    worker takes its runner class from a method or attribute.
+    """
+    with replaced(AttributeSlot(worker_module, "NPUModelRunner"), AFDNPUModelRunner):
+        yield
+
+
+class AFDNPUWorker(TwoStageWorkerMixin, NPUWorker):  # type: ignore[misc]
+    """Refuses what is not known to be right before anything is created, then splits prefill."""
+
+    afd_runner_class = AFDNPUModelRunner
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        local_rank: int,
+        rank: int,
+        distributed_init_method: str,
+        is_driver_worker: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        check_drift()
+        self.afd_prepare(vllm_config, read_setup)
+        super().__init__(
+            vllm_config,
+            local_rank,
+            rank,
+            distributed_init_method,
+            is_driver_worker=is_driver_worker,
+            **kwargs,
+        )
+
+    def init_device(self) -> None:
+        with _runner_class():
+            super().init_device()
+        self.afd_attach()
