@@ -162,13 +162,12 @@ def npu_mm_reduce_scatter_base(
     limit_layout(
         name, world_size in (2, 4, 8, 16), f"{world_size} ranks; the kernel takes 2, 4, 8 or 16"
     )
-    depth = input.shape[1]
+    depth = input.shape[-1]
     limit_layout(
         name,
         comm_mode == "aiv" or 256 <= depth < 65535,
         f"k is {depth}; without comm_mode 'aiv' the kernel takes 256 to 65534",
     )
-    group = group_of(name, hcom, world_size, None)
     rows = input.shape[0]
     require(
         name,
@@ -180,5 +179,6 @@ def npu_mm_reduce_scatter_base(
         input.is_contiguous(),
         "input is transposed; the kernel takes it contiguous, call contiguous() first",
     )
+    group = group_of(name, hcom, world_size, None)
     total = summed(input.float() @ x2.float(), group)
     return total.chunk(world_size)[group.rank()].to(input.dtype)

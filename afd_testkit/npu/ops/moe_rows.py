@@ -317,7 +317,8 @@ def npu_moe_finalize_routing(
     ``expanded_permuted_rows``: ``[R * K, H]``; ``expanded_src_to_dst_row``: int32 ``[R * K]``,
     numbered column by column (``j * R + i``), unlike the other operators; ``scales``: ``[R, K]``,
     without it K is 1 and every scale 1; ``bias``: ``[E, H]`` with ``export_for_source_row``
-    ``[R, K]`` int32; ``skip1``, ``skip2``: ``[R, H]``.  Not emulated: ``drop_pad_mode``.
+    ``[R, K]`` int32, which has no meaning without it; ``skip1``, ``skip2``: ``[R, H]``.  Not
+    emulated: ``drop_pad_mode``.
     """
     name = "npu_moe_finalize_routing"
     emulated_only(name, drop_pad_mode=(drop_pad_mode, (0, None)))

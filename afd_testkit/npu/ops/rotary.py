@@ -65,7 +65,7 @@ def npu_rotary_embedding(
     )
     cos, sin = cos_sin_cache[positions.flatten()].float().chunk(2, dim=-1)
     for tensor in (query, key):
-        heads = tensor.view(cos.shape[0], -1, head_size)
+        heads = tensor.view(cos.shape[0], tensor.shape[1:].numel() // head_size, head_size)
         x = heads.float()
         if is_neox_style:
             table = (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))

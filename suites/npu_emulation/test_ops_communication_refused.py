@@ -1,0 +1,177 @@
+"""What MoE dispatch and combine refuse before any rank communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from afd_testkit.npu import groups
+from afd_testkit.npu.errors import KernelLimit, NotEmulated
+from afd_testkit.npu.ops import communication_v1 as v1
+from afd_testkit.npu.ops import communication_v2 as v2
+
+pytestmark = pytest.mark.cpu
+
+X = torch.ones(2, 32).half()
+IDS = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
+WEIGHTS = torch.ones(2, 2)
+ONE = torch.ones(1)
+
+DISPATCH: dict[str, Any] = {
+    "scales": ONE,
+    "expert_scales": ONE,
+    "tp_world_size": 2,
+    "tp_rank_id": 1,
+    "expert_shard_type": 1,
+    "shared_expert_num": 2,
+    "shared_expert_rank_num": 1,
+    "quant_mode": 2,
+    "expert_token_nums_type": 2,
+}
+DISPATCH_2: dict[str, Any] = {
+    **DISPATCH,
+    "elastic_info": ONE,
+    "performance_info": ONE,
+    "comm_alg": "hierarchy",
+    "zero_expert_num": 1,
+    "copy_expert_num": 1,
+    "const_expert_num": 1,
+    "y_dtype": 1,
+    "x_dtype": 1,
+    "scales_dtype": 1,
+}
+COMBINE: dict[str, Any] = {
+    "expand_scales": ONE,
+    "tp_world_size": 2,
+    "tp_rank_id": 1,
+    "expert_shard_type": 1,
+    "shared_expert_num": 2,
+    "shared_expert_rank_num": 1,
+    "comm_quant_mode": 2,
+}
+COMBINE_1: dict[str, Any] = {
+    **COMBINE,
+    "activation_scale": ONE,
+    "weight_scale": ONE,
+    "group_list": ONE,
+    "out_dtype": 1,
+    "group_list_type": 1,
+}
+COMBINE_2: dict[str, Any] = {
+    **COMBINE,
+    "elastic_info": ONE,
+    "ori_x": ONE,
+    "const_expert_alpha_1": ONE,
+    "const_expert_alpha_2": ONE,
+    "const_expert_v": ONE,
+    "performance_info": ONE,
+    "comm_alg": "hierarchy",
+    "zero_expert_num": 1,
+    "copy_expert_num": 1,
+    "const_expert_num": 1,
+}
+
+
+def dispatched(operator: Any, name: str = "no group", **changed: Any) -> Callable[[], object]:
+    arguments = {"x": X, "expert_ids": IDS, "ep_world_size": 1, "moe_expert_num": 4, **changed}
+    return lambda: operator(group_ep=name, ep_rank_id=0, **arguments)
+
+
+def combined(operator: Any, name: str = "no group", **changed: Any) -> Callable[[], object]:
+    version_2 = operator is v2.npu_moe_distribute_combine_v2
+    origin = "assist_info_for_combine" if version_2 else "expand_idx"
+    arguments = {
+        "expand_x": torch.ones(4, 32).half(),
+        "expert_ids": IDS,
+        origin: torch.zeros(512, dtype=torch.int32),
+        "ep_send_counts": torch.tensor([2, 4, 4, 4], dtype=torch.int32),
+        "expert_scales": WEIGHTS,
+        **changed,
+    }
+    return lambda: operator(
+        group_ep=name, ep_world_size=1, ep_rank_id=0, moe_expert_num=4, **arguments
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "operator", "name", "value"),
+    [
+        (make, operator, name, value)
+        for make, operator, values in (
+            (dispatched, v1.npu_moe_distribute_dispatch, DISPATCH),
+            (dispatched, v2.npu_moe_distribute_dispatch_v2, DISPATCH_2),
+            (combined, v1.npu_moe_distribute_combine, COMBINE_1),
+            (combined, v2.npu_moe_distribute_combine_v2, COMBINE_2),
+        )
+        for name, value in values.items()
+    ],
+)
+def test_what_is_not_emulated_is_named(
+    call: Callable[..., Callable[[], object]], operator: Any, name: str, value: Any
+) -> None:
+    with pytest.raises(NotEmulated, match=f"{operator.__name__}: {name}="):
+        call(operator, **{name: value})()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[str]:
+    """The name of a group of this process alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        assert dist.group.WORLD is not None
+        yield groups.hccl_comm_name(dist.group.WORLD)
+    finally:
+        groups.forget_groups()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"x": X.float()}, r"x is float32.*kind 'dtype'"),
+        ({"x": torch.ones(2, 33).half()}, r"33 elements.*kind 'alignment'"),
+        ({"x": torch.ones(2, 8224).half()}, r"8224 elements.*kind 'alignment'"),
+        ({"x": X[:1]}, r"x has shape \[1, 32\]"),
+        ({"expert_ids": IDS.long()}, r"expert_ids is int64.*kind 'dtype'"),
+        ({"expert_ids": torch.zeros_like(IDS)}, "names one expert twice"),
+        ({"x_active_mask": torch.ones(2)}, r"x_active_mask is float32.*kind 'dtype'"),
+        ({"x_active_mask": torch.ones(3, dtype=torch.bool)}, r"x_active_mask has shape \[3\]"),
+        ({"x_active_mask": torch.tensor([False, True])}, r"before inactive.*kind 'layout'"),
+        ({"moe_expert_num": 1025}, r"1025 experts.*kind 'layout'"),
+        ({"moe_expert_num": 1}, "no expert from 0 to 0"),
+        ({"ep_world_size": 2}, "told 2 ranks and to be rank 0"),
+    ],
+)
+def test_limits_of_dispatch(alone: str, changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(KernelLimit, match=says):
+        dispatched(v2.npu_moe_distribute_dispatch_v2, alone, **changed)()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"expand_x": torch.ones(4, 32)}, r"expand_x is float32.*kind 'dtype'"),
+        ({"expert_scales": WEIGHTS.half()}, r"expert_scales is float16.*kind 'dtype'"),
+        ({"shared_expert_x": X.float()}, r"shared_expert_x is float32.*kind 'dtype'"),
+        (
+            {"ep_send_counts": torch.tensor([1, 2, 2, 2])},
+            r"ep_send_counts are \[1, 2, 2, 2\].*give \[2, 4, 4, 4\]",
+        ),
+    ],
+)
+def test_limits_of_combine(alone: str, changed: dict[str, Any], says: str) -> None:
+    with pytest.raises(KernelLimit, match=says):
+        combined(v2.npu_moe_distribute_combine_v2, alone, **changed)()
+
+
+def test_shared_rows_may_have_three_axes(alone: str) -> None:
+    rows, _, origin, _, counts, _, _ = v2.npu_moe_distribute_dispatch_v2(X, IDS, alone, 1, 0, 4)
+    y = v2.npu_moe_distribute_combine_v2(
+        rows, IDS, origin, counts, WEIGHTS, alone, 1, 0, 4, shared_expert_x=X.view(2, 1, 32)
+    )
+    assert y.unique().tolist() == [3.0]  # two experts that change nothing, and the shared rows
