@@ -18,6 +18,10 @@
     │   ├── RefusedField
     │   └── MetadataMismatch
     ├── StageTensorError (ValueError)     a stage input or output has the wrong shape
+    ├── LayoutError (ValueError)          a plan and the ranks' token layout do not fit
+    ├── AgreementError                    ranks did not come to one decision
+    │   ├── PlanDisagreement
+    │   └── SilentRanks
     ├── StateRestoreError                 mutable state could not be put back
     ├── UpstreamDrift                     the installed vLLM is not what was pinned
     └── UnsupportedSetup                  refused at start-up, one class a reason
@@ -31,7 +35,8 @@
         ├── MultimodalPrefixLM          ├── LoRAAdapters
         ├── KVConnector                 ├── ExpertLoadBalancing
         ├── SharedKVFastPrefill         ├── PoolingRunner
-        └── RecurrentState
+        ├── RecurrentState              ├── UncoveredOption
+        └── ContextNeedsChunkedPrefill
 """
 
 from __future__ import annotations
@@ -101,6 +106,30 @@ class MetadataMismatch(MetadataError):
 
 class StageTensorError(AfdError, ValueError):
     """A stage input or output whose token axis, length or type is wrong."""
+
+
+class LayoutError(AfdError, ValueError):
+    """A plan, a process group and a sharded token layout that do not fit each other."""
+
+
+class AgreementError(AfdError):
+    """The ranks of a group did not come to one decision; no stage may be run."""
+
+
+class PlanDisagreement(AgreementError):
+    """Ranks decided differently.  ``decisions``: what each rank decided, in words."""
+
+    def __init__(self, message: str, decisions: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.decisions = decisions
+
+
+class SilentRanks(AgreementError):
+    """Ranks did not answer in time.  ``silent``: which; empty where that cannot be known."""
+
+    def __init__(self, message: str, silent: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.silent = silent
 
 
 class StateRestoreError(AfdError):
@@ -305,3 +334,22 @@ class AttentionSideGate(UnsupportedSetup):
     setting = "compute_gate_on_attention"
     allowed = "False"
     remedy = "Set additional_config['afd']['compute_gate_on_attention'] to false."
+
+
+class UncoveredOption(UnsupportedSetup):
+    """Options of the engine that change how a step is computed, and that no gate covers."""
+
+    setting = "the engine's set of options that no gate covers"
+    allowed = "none of them on"
+    remedy = f"Turn them off. {_OFF}"
+
+
+class ContextNeedsChunkedPrefill(UnsupportedSetup):
+    """The MLA builder reads a request's context only while chunked prefill is on.
+
+    The second piece of a cut request would silently lose its first.
+    """
+
+    setting = "an attention builder that ignores context without chunked prefill"
+    allowed = "chunked prefill on"
+    remedy = f"Set --enable-chunked-prefill, or async_moe_split to 'request'. {_OFF}"

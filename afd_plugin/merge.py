@@ -8,8 +8,12 @@ from typing import Any
 import torch
 
 from afd_plugin.errors import StageTensorError
+from afd_plugin.exchange import ShardExchange
 from afd_plugin.plan import SplitPlan
-from afd_plugin.stage_inputs import token_axis
+from afd_plugin.stage_inputs import TokenAxis, sharding, token_axis
+
+# Of outputs without a name: a model returns hidden states, and those are sharded.
+_UNNAMED = TokenAxis(0, (), "local")
 
 
 def _join(plan: SplitPlan, name: str, axis: int, pieces: Sequence[Any]) -> torch.Tensor:
@@ -45,17 +49,42 @@ def _join(plan: SplitPlan, name: str, axis: int, pieces: Sequence[Any]) -> torch
     return torch.cat(parts, dim=axis)
 
 
-def merge_stage_outputs(plan: SplitPlan, outputs: Sequence[Any]) -> Any:
+def merge_stage_outputs(
+    plan: SplitPlan,
+    outputs: Sequence[Any],
+    *,
+    exchange: ShardExchange | None = None,
+    declared: Mapping[str, TokenAxis] | None = None,
+) -> Any:
     """The step's output in logical token order.
 
     ``outputs``: what stage 0 and stage 1 returned, both a tensor, both a tuple or list of
     tensors, or both a mapping of names to tensors; ``None`` entries must agree.  Tokens are on
-    axis 0, in mappings on the axis that ``stage_inputs.TOKEN_AXIS`` declares.  Each tensor has
-    its stage's ``num_input_tokens`` tokens; padding is dropped, and the result is zero-padded
+    axis 0, in mappings where ``declared`` or else ``stage_inputs.TOKEN_AXIS`` says.  Each tensor
+    has its stage's ``num_input_tokens`` tokens; padding is dropped, and the result is zero-padded
     to ``plan.batch.num_input_tokens``.
+
+    ``exchange``: as for ``slice_stage_inputs``.  Where tokens are sharded, outputs without a name
+    and those declared local are this rank's rows of each stage, and the result is its rows of
+    the step; without ``exchange``, all outputs hold the tokens of all ranks.
 
     Raises :class:`StageTensorError` naming the output and stage that do not fit.
     """
+    shards = sharding(plan, exchange)
+
+    def merged(name: str, where: TokenAxis | None, pair: tuple[Any, Any]) -> Any:
+        absent = [piece is None for piece in pair]
+        if all(absent):
+            return None
+        if any(absent):
+            raise StageTensorError(
+                f"{name} is None in stage {absent.index(True)} only; both stages must agree."
+            )
+        axis, _, place = where or token_axis(name, pair[0], declared)
+        if shards is not None and place == "local":
+            return shards.to_batch(pair[0], pair[1], axis, name)
+        return _join(plan, name, axis, pair)
+
     if len(outputs) != 2:
         raise StageTensorError(f"{len(outputs)} stage outputs; a plan has exactly 2 stages.")
     first, second = outputs
@@ -64,7 +93,7 @@ def merge_stage_outputs(plan: SplitPlan, outputs: Sequence[Any]) -> Any:
             raise StageTensorError(
                 f"stage 0 returned {list(first)} and stage 1 {list(second)}; they must agree."
             )
-        return {name: _merged(plan, name, None, (first[name], second[name])) for name in first}
+        return {name: merged(name, None, (first[name], second[name])) for name in first}
     if isinstance(first, tuple | list) and isinstance(second, tuple | list):
         if type(first) is not type(second) or len(first) != len(second):
             raise StageTensorError(
@@ -72,18 +101,7 @@ def merge_stage_outputs(plan: SplitPlan, outputs: Sequence[Any]) -> Any:
                 f"({type(first).__name__}, {type(second).__name__}); they must agree."
             )
         pairs = enumerate(zip(first, second, strict=True))
-        merged = [_merged(plan, f"output {i}", 0, pair) for i, pair in pairs]
+        all_merged = [merged(f"output {i}", _UNNAMED, pair) for i, pair in pairs]
         # A named tuple takes its fields one by one.
-        return type(first)(*merged) if hasattr(first, "_fields") else type(first)(merged)
-    return _merged(plan, "output", 0, (first, second))
-
-
-def _merged(plan: SplitPlan, name: str, axis: int | None, pair: tuple[Any, Any]) -> Any:
-    absent = [piece is None for piece in pair]
-    if all(absent):
-        return None
-    if any(absent):
-        raise StageTensorError(
-            f"{name} is None in stage {absent.index(True)} only; both stages must agree."
-        )
-    return _join(plan, name, token_axis(name, pair[0]) if axis is None else axis, pair)
+        return type(first)(*all_merged) if hasattr(first, "_fields") else type(first)(all_merged)
+    return merged("output", _UNNAMED, (first, second))
