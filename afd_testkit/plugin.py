@@ -122,6 +122,10 @@ class ShippedEngines:
             from afd_testkit.engines.vllm_cpu import VllmCpuEngine
 
             return VllmCpuEngine(config, settings.cache, self._progress)
+        if settings.engine == "ascend":
+            from afd_testkit.engines.ascend import AscendEngine
+
+            return AscendEngine(config, settings.cache, self._progress)
         return None
 
 

@@ -10,7 +10,7 @@ import pytest
 
 GROUP = "afd"
 DEFAULT_RESULTS = "afd-results"
-BUILT_IN_ENGINES = ("reference", "vllm-cpu")
+BUILT_IN_ENGINES = ("reference", "vllm-cpu", "ascend")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption(
         "--afd-engine",
         metavar="NAME",
-        help="engine to judge: reference, vllm-cpu, or one that a hook provides "
+        help="engine to judge: reference, vllm-cpu, ascend, or one that a hook provides "
         "(default: chosen by each gate)",
     )
     group.addoption(

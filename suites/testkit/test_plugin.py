@@ -124,7 +124,10 @@ def test_an_unknown_engine_is_an_error_with_the_known_names(pytester: pytest.Pyt
     result = pytester.runpytest_inprocess(*QUIET, "--afd-engine", "theirs")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
-        ["E *no plugin starts an engine named 'theirs'; known names are mine, reference, vllm-cpu."]
+        [
+            "E *no plugin starts an engine named 'theirs'; known names are ascend, mine, reference, "
+            "vllm-cpu."
+        ]
     )
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from afd_testkit.engines import vllm_cpu
-from afd_testkit.engines._vllm_child import ChildStart
+from afd_testkit.engines import _vllm_process
+from afd_testkit.engines._vllm_child import Backend, ChildStart
 from afd_testkit.engines.base import EngineConfig, EngineError
 from afd_testkit.engines.vllm_cpu import VllmCpuEngine
 from afd_testkit.models import (
@@ -41,6 +41,8 @@ GOOD = EngineConfig("qwen3-moe")
         (replace(GOOD, step_tokens=0), "step_tokens is 0"),
         (replace(GOOD, max_step_tokens=1024), "1024 tokens cannot hold a prompt of 2048"),
         (replace(GOOD, model="deepseek-v3-mla"), "runs in bfloat16, not in float32"),
+        (replace(GOOD, tensor_parallel=2), "one process; TP 2 was asked for"),
+        (replace(GOOD, soc="A3"), "one process; on A3 was asked for"),
     ],
 )
 def test_configuration(tmp_path: Path, config: EngineConfig, text: str) -> None:
@@ -84,14 +86,13 @@ def test_fresh_interpreter_where_no_fork_server_runs(monkeypatch: pytest.MonkeyP
             raise ConnectionRefusedError("no such socket")
         return "process", start
 
-    monkeypatch.setattr(vllm_cpu, "_spawn", spawn)
+    monkeypatch.setattr(_vllm_process, "_spawn", spawn)
     said: list[str] = []
-    start = ChildStart(GOOD, "model", {}, False, "log", "scratch", 1, 1)
-    assert vllm_cpu._start_process(start, said.append) == ("process", start)
+    backend = Backend("vllm-cpu", "no.Worker", (), "no.preload", {})
+    start = ChildStart(backend, GOOD, "model", {}, {}, False, "log", "scratch", 1, 1)
+    assert _vllm_process.start_process(start, said.append) == ("process", start)
     assert methods == ["forkserver", "spawn"]
-    assert said == [
-        "vllm-cpu: no fork server (no such socket); starting a fresh interpreter (slower)"
-    ]
+    assert said == ["no fork server (no such socket); starting a fresh interpreter (slower)"]
 
 
 ORPHAN = """

