@@ -52,6 +52,7 @@ def install(patches: PatchSet, devices: EmulatedDevices) -> None:
     patches.attribute(torch, "Stream", streams.Stream)
     patches.attribute(torch, "Event", streams.Event)
     patches.attribute(torch.version, "cann", "emulated")
+    patches.attribute(torch.Tensor, "record_stream", streams.record_stream)
     patches.attribute(torch.Tensor, "npu", _npu)
     patches.attribute(torch.nn.Module, "npu", _npu)
 

@@ -15,6 +15,7 @@ import torch
 
 from afd_testkit.npu.errors import EmulationError
 from afd_testkit.npu.settings import SOCS, EmulationSettings
+from afd_testkit.npu.stream_state import set_device_index
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
@@ -77,6 +78,7 @@ class EmulatedDevices:
                 f"device(s). Set AFD_NPU_DEVICES or {VISIBLE}."
             )
         self._selected.index = index
+        set_device_index(index)
 
     def current_device(self) -> int:
         """The index that this thread selected, 0 before that."""

@@ -16,6 +16,7 @@ from afd_testkit.npu.errors import EmulationConflict
 from afd_testkit.npu.patches import PatchSet
 from afd_testkit.npu.redirect import RedirectMode
 from afd_testkit.npu.settings import EmulationSettings
+from afd_testkit.npu.stream_check import Place, check_streams, enter_thread, op_body
 
 _installed: Emulation | None = None
 
@@ -38,7 +39,7 @@ class Emulation:
 
     def add_device(self) -> None:
         """Device, operators, collectives, and the hooks that threads and other modules need."""
-        libraries.install(self._patches, self.mode)
+        libraries.install(self._patches, self._in_body)
         accelerator.install(self._patches, self.devices)
         collectives.install(self._patches)
         finder.install_adjustments(
@@ -46,20 +47,45 @@ class Emulation:
         )
         self._follow_threads()
         stack = ExitStack()
-        stack.enter_context(self.mode)
         self._patches.later(stack.close)
+        stack.enter_context(self.mode)
+        if self._checks_streams:
+            # Outside of the redirection, so that it sees where a tensor was meant to be.
+            stack.enter_context(check_streams(unplaced=Place.HOST))
+
+    @property
+    def _checks_streams(self) -> bool:
+        return self.settings.streams == "check"
+
+    @contextmanager
+    def _in_body(self) -> Generator[None, None, None]:
+        """Around the body of a custom operator, in which torch turns modes off."""
+        with ExitStack() as stack:
+            stack.enter_context(self.mode)
+            if self._checks_streams:
+                stack.enter_context(op_body())
+            yield
+
+    @contextmanager
+    def _in_thread(self) -> Generator[None, None, None]:
+        """Around what a thread runs: modes belong to one thread."""
+        with ExitStack() as stack:
+            stack.enter_context(self.mode)
+            if self._checks_streams:
+                stack.enter_context(enter_thread())
+            yield
 
     def _follow_threads(self) -> None:
-        """Function modes belong to one thread; threads started from now on get this one."""
+        """Threads that are started from now on run under the emulation."""
         original = threading.Thread.start
-        mode = self.mode
+        scope = self._in_thread
 
         @functools.wraps(original)
         def start(thread: threading.Thread) -> None:
             run = thread.run
 
             def run_emulated() -> None:
-                with mode:
+                with scope():
                     run()
 
             thread.run = run_emulated  # type: ignore[method-assign]
@@ -108,5 +134,3 @@ def emulated(
         yield emulation
     finally:
         emulation.remove()
-
-

@@ -11,12 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.library import Library
-from torch.overrides import TorchFunctionMode
 
 from afd_testkit.npu import operators, stubs
 from afd_testkit.npu.operators import NAMESPACES
 from afd_testkit.npu.patches import PatchSet
-from afd_testkit.npu.redirect import inside
+from afd_testkit.npu.redirect import Scope, inside
 
 DEVICE_KEY = "PrivateUse1"
 HOST_KEY = "CPU"
@@ -24,12 +23,13 @@ HOST_KEY = "CPU"
 COMPILED = "_C_ascend"
 
 
-def install(patches: PatchSet, mode: TorchFunctionMode) -> None:
-    """Send device registrations to the host, and define every operator that has a schema."""
-    _redirect_registrations(patches, mode)
-    libraries = {
-        prefix: Library(namespace, "FRAGMENT") for prefix, namespace in NAMESPACES.items()
-    }
+def install(patches: PatchSet, scope: Scope) -> None:
+    """Send device registrations to the host, and define every operator that has a schema.
+
+    ``scope``: what holds inside the bodies of operators that others register.
+    """
+    _redirect_registrations(patches, scope)
+    libraries = {prefix: Library(namespace, "FRAGMENT") for prefix, namespace in NAMESPACES.items()}
     for library in libraries.values():
         patches.later(library._destroy)
     table = operators.load()
@@ -48,7 +48,7 @@ def _define(library: Library, schema: str, function: Callable[..., Any]) -> None
     library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")
 
 
-def _redirect_registrations(patches: PatchSet, mode: TorchFunctionMode) -> None:
+def _redirect_registrations(patches: PatchSet, scope: Scope) -> None:
     original = Library.impl
 
     @functools.wraps(original)
@@ -57,7 +57,7 @@ def _redirect_registrations(patches: PatchSet, mode: TorchFunctionMode) -> None:
     ) -> Any:
         # torch registers some operators of its own for every device, the host among them.
         if dispatch_key == DEVICE_KEY and not str(fn.__module__).startswith("torch."):
-            return original(self, op_name, inside(mode, fn), HOST_KEY, *args, **kwargs)
+            return original(self, op_name, inside(scope, fn), HOST_KEY, *args, **kwargs)
         return original(self, op_name, fn, dispatch_key, *args, **kwargs)
 
     patches.attribute(Library, "impl", impl)

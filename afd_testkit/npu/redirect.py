@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -19,6 +20,8 @@ from afd_testkit.npu.host_gaps import ANSWERS
 
 _NPU = re.compile(r"npu(:\d+)?")
 _CPU = torch.device("cpu")
+
+Scope = Callable[[], AbstractContextManager[None]]
 
 
 def is_npu_name(value: object) -> bool:
@@ -33,8 +36,6 @@ def _is_npu(device: object) -> bool:
 
 def _here(value: Any) -> Any:
     return _CPU if is_npu_name(value) else value
-
-
 
 
 class RedirectMode(TorchFunctionMode):
@@ -74,12 +75,12 @@ def _device(*args: Any, **kwargs: Any) -> torch.device:
     return torch.device(*args, **kwargs)
 
 
-def inside(mode: TorchFunctionMode, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with ``mode`` active: torch turns modes off in bodies of custom operators."""
+def inside(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` with ``scope`` around each call."""
 
     @wraps(function)
     def body(*args: Any, **kwargs: Any) -> Any:
-        with mode:
+        with scope():
             return function(*args, **kwargs)
 
     return body
