@@ -6,123 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm.config import VllmConfig
-from vllm.forward_context import ForwardContext
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.selector import AttentionSelectorConfig
-from vllm.v1.worker.utils import AttentionGroup
-from vllm_ascend import ascend_forward_context
 from vllm_ascend.ascend_config import AscendConfig, init_ascend_config
-from vllm_ascend.attention.utils import AscendCommonAttentionMetadata
-from vllm_ascend.ops import rotary_embedding
-from vllm_ascend.worker import worker as worker_module
-from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
-from vllm_ascend.worker.worker import NPUWorker
 
-from afd_plugin.compat.contracts import Contract
-from afd_plugin.compat.known import PINNED_VLLM_ASCEND, PINNED_VLLM_OF_ASCEND, check_versions
+from afd_plugin.compat.known import check_versions
+from afd_plugin.compat.pinned_ascend import CONTRACT
 from afd_plugin.validation import Setup
-
-_SIGNATURES: Mapping[tuple[Any, str], tuple[str, ...]] = {
-    (NPUModelRunner, "execute_model"): ("self", "scheduler_output", "intermediate_tensors"),
-    (NPUModelRunner, "_build_attention_metadata"): (
-        "self",
-        "num_tokens",
-        "num_reqs",
-        "max_query_len",
-        "num_tokens_padded",
-        "num_reqs_padded",
-        "ubatch_slices",
-        "logits_indices",
-        "use_spec_decode",
-        "for_cudagraph_capture",
-        "num_scheduled_tokens",
-        "num_scheduled_tokens_np",
-        "cascade_attn_prefix_lens",
-    ),
-    (NPUModelRunner, "_model_forward"): (
-        "self",
-        "num_tokens_padded",
-        "input_ids",
-        "positions",
-        "intermediate_tensors",
-        "inputs_embeds",
-        "model_kwargs",
-    ),
-    (NPUModelRunner, "initialize_attn_backend"): ("self", "kv_cache_config"),
-    (NPUModelRunner, "_sync_metadata_across_dp"): (
-        "self",
-        "num_tokens",
-        "is_draft_model",
-        "cudagraph_mode",
-        "allow_dp_padding",
-    ),
-    (NPUWorker, "__init__"): (
-        "self",
-        "vllm_config",
-        "local_rank",
-        "rank",
-        "distributed_init_method",
-        "is_driver_worker",
-        "kwargs",
-    ),
-    (NPUWorker, "init_device"): ("self",),
-    (AttentionGroup, "create_metadata_builders"): (
-        "self",
-        "vllm_config",
-        "device",
-        "kernel_block_size",
-        "num_metadata_builders",
-    ),
-    (AttentionGroup, "get_metadata_builder"): ("self", "ubatch_id"),
-    (ascend_forward_context, "set_ascend_forward_context"): (
-        "attn_metadata",
-        "vllm_config",
-        "num_tokens",
-        "num_tokens_across_dp",
-        "in_profile_run",
-        "num_actual_tokens",
-        "aclgraph_runtime_mode",
-        "batch_descriptor",
-        "model_instance",
-        "is_draft_model",
-        "skip_compiled",
-        "max_tokens_across_pcp",
-        "draft_attn_metadatas",
-        "has_sinks",
-        "input_ids",
-        "eplb_heat_collection_status",
-    ),
-    (rotary_embedding, "update_cos_sin"): ("positions",),
-}
-
-CONTRACT = Contract(
-    stack=f"vLLM-Ascend {PINNED_VLLM_ASCEND} on vLLM {PINNED_VLLM_OF_ASCEND}",
-    signatures=_SIGNATURES,
-    fields={
-        ForwardContext: (
-            "no_compile_layers",
-            "attn_metadata",
-            "slot_mapping",
-            "dp_metadata",
-            "cudagraph_runtime_mode",
-            "batch_descriptor",
-            "ubatch_slices",
-            "skip_compiled",
-            "all_moe_layers",
-            "moe_layer_index",
-            "additional_kwargs",
-        )
-    },
-    names={
-        rotary_embedding: ("_cos", "_sin", "_cos_slice", "_sin_slice", "_cos_mla", "_sin_mla"),
-        ascend_forward_context: ("_reserved_mc2_mask",),
-        worker_module: ("NPUModelRunner",),
-    },
-    metadata=(CommonAttentionMetadata, AscendCommonAttentionMetadata),
-)
-
 
 def check_drift() -> None:
     """Compare the installed vLLM-Ascend and vLLM with what this package was written against.
@@ -217,8 +108,8 @@ def read_setup(vllm_config: VllmConfig) -> Setup:
         expert_load_balancing=parallel.enable_eplb,
         kv_sharing_fast_prefill=vllm_config.cache_config.kv_sharing_fast_prefill,
         attention_backends=(_attention_builder(vllm_config),),
-        proved_parallel=("tensor",),
-        sharded_tokens=bool(ascend.enable_flashcomm1),
+        # With sharded tokens every DP rank is padded to the longest, and stages are not yet.
+        proved_parallel=("tensor",) if ascend.enable_flashcomm1 else ("tensor", "data"),
         chunked_prefill=bool(vllm_config.scheduler_config.enable_chunked_prefill),
         uncovered_options=tuple(name for name, on in _UNCOVERED.items() if on(ascend)),
     )

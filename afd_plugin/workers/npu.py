@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import lcm
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from vllm.config import VllmConfig
-from vllm.distributed import get_tensor_model_parallel_rank, get_tp_group
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.distributed import get_dp_group, get_tensor_model_parallel_rank, get_tp_group
 from vllm.forward_context import get_forward_context
 from vllm.v1.worker.utils import AttentionGroup
 from vllm_ascend.utils import enable_sp
@@ -18,34 +20,30 @@ from vllm_ascend.worker import worker as worker_module
 from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 from vllm_ascend.worker.worker import NPUWorker
 
-from afd_plugin.agreement import AgreementGroup, agree_on_plan, withdraw
+from afd_plugin.agreement import AgreementGroup, agree_on_plan, agree_on_split, withdraw
 from afd_plugin.compat.ascend import builder_path, check_drift, read_setup
 from afd_plugin.compat.ascend_stages import AscendStageBuilders, StageCaches, stage_scopes
 from afd_plugin.config import AFDConfig
 from afd_plugin.context import AttributeSlot, replaced
 from afd_plugin.decision import StepDecision, decide_step
 from afd_plugin.layout import Layout
+from afd_plugin.plan import SplitPlan
 from afd_plugin.validation import validate_backends
 from afd_plugin.workers.runner import TwoStageRunnerMixin
 from afd_plugin.workers.worker import TwoStageWorkerMixin
+
+_ROWS = struct.Struct("<qq")  # of stage 0 and of stage 1
 
 
 class AFDNPUModelRunner(TwoStageRunnerMixin, NPUModelRunner):  # type: ignore[misc]
     """The NPU model runner, able to run a step as two stages."""
 
     def afd_start(self, config: AFDConfig) -> None:
-        """Take the checked configuration, and meet the other ranks of the TP group."""
+        """Take the checked configuration, and meet the other ranks of the TP and DP groups."""
         super().afd_start(config)
         self._afd_caches = StageCaches()
-        self._afd_group: AgreementGroup | None = None
-        group = get_tp_group()
-        if group.world_size > 1:
-            self._afd_group = AgreementGroup(
-                dist.distributed_c10d._get_default_store(),
-                group.rank_in_group,
-                group.world_size,
-                name=f"tp/{'-'.join(map(str, group.ranks))}",
-            )
+        self._afd_tp = _agreement("tp", get_tp_group())
+        self._afd_dp = _agreement("dp", get_dp_group())
 
     def _afd_backend_name(self, group: AttentionGroup) -> str:
         return builder_path(group.backend)
@@ -82,12 +80,48 @@ class AFDNPUModelRunner(TwoStageRunnerMixin, NPUModelRunner):  # type: ignore[mi
                 ),
             )
         except Exception as error:
-            if self._afd_group is not None:
-                withdraw(self._afd_group, error)
+            if self._afd_tp is not None:
+                withdraw(self._afd_tp, error)
             raise
-        if self._afd_group is not None:
-            agree_on_plan(self._afd_group, decision.plan, layout)
+        if self._afd_tp is not None:
+            agree_on_plan(self._afd_tp, decision.plan, layout)
         return decision
+
+    def _sync_metadata_across_dp(
+        self,
+        num_tokens: int,
+        is_draft_model: bool = False,
+        cudagraph_mode: Any = CUDAGraphMode.NONE,
+        allow_dp_padding: bool = False,
+    ) -> Any:
+        """Where the DP ranks meet in every step, idle ones too: all split their step, or none."""
+        agreed = super()._sync_metadata_across_dp(
+            num_tokens, is_draft_model, cudagraph_mode, allow_dp_padding
+        )
+        if self._afd_dp is not None and not is_draft_model:
+            self._afd_agree_across_dp(self._afd_dp, num_tokens)
+        return agreed
+
+    def _afd_agree_across_dp(self, group: AgreementGroup, num_input_tokens: int) -> None:
+        """Decide this rank's step and bring it in line with the others'."""
+        step = self._afd_step
+        if step is None:  # an idle rank runs along with a dummy step
+            agree_on_split(group, None)
+            return
+        try:
+            decision = self._afd_decide(self.input_batch.num_reqs, num_input_tokens)
+        except Exception as error:
+            withdraw(group, error)
+            raise
+        plan = agree_on_split(group, decision.plan)
+        step.decision = decision if plan is None else replace(decision, plan=plan)
+        if isinstance(plan, SplitPlan):
+            # Experts' communication needs the rows of every rank in each stage.
+            mine = _ROWS.pack(*(stage.num_input_tokens for stage in plan.stages))
+            rows = [_ROWS.unpack(given) for given in group.gather(mine)]
+            step.rows_across_dp = tuple(
+                torch.tensor(stage, dtype=torch.int32) for stage in zip(*rows, strict=True)
+            )
 
     def _build_attention_metadata(
         self,
@@ -108,7 +142,8 @@ class AFDNPUModelRunner(TwoStageRunnerMixin, NPUModelRunner):  # type: ignore[mi
         step = self._afd_step
         if step is None:
             return build()
-        step.decision = self._afd_decide(num_reqs, num_tokens_padded or num_tokens)
+        if step.decision is None:
+            step.decision = self._afd_decide(num_reqs, num_tokens_padded or num_tokens)
         # As the runner pads a whole step: with sharded tokens, but for MLA.
         pad = enable_sp(self.vllm_config) and not self.model_config.use_mla
         return self._afd_build(
@@ -154,11 +189,23 @@ class AFDNPUModelRunner(TwoStageRunnerMixin, NPUModelRunner):  # type: ignore[mi
                 stage,
                 inputs=inputs,
                 caches=self._afd_caches,
-                rows_across_dp=None,
+                rows_across_dp=step.rows_across_dp and step.rows_across_dp[stage],
             ),
             {"input_ids": input_ids, "positions": positions, "inputs_embeds": inputs_embeds},
             {"intermediate_tensors": intermediate_tensors, **model_kwargs},
         )
+
+
+def _agreement(kind: str, group: Any) -> AgreementGroup | None:
+    """The ranks of one of the engine's groups, on a group of their own; ``None`` for one rank."""
+    if group.world_size == 1:
+        return None
+    return AgreementGroup(
+        dist.distributed_c10d._get_default_store(),
+        group.rank_in_group,
+        group.world_size,
+        name=f"{kind}/{'-'.join(map(str, group.ranks))}",
+    )
 
 
 @contextmanager

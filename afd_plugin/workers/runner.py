@@ -39,6 +39,7 @@ class _Step:
     decision: StepDecision | None = None
     pairs: Mapping[str, StagePair] = field(default_factory=dict)
     forwards: list[int] = field(default_factory=list)  # rows of each pass that returned
+    rows_across_dp: tuple[Any, ...] | None = None  # by stage: [DP] rows of every DP rank
 
 
 class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
