@@ -1,4 +1,4 @@
-"""What MoE dispatch and combine refuse before any rank communicates."""
+"""What MoE dispatch and combine refuse, on one rank and on all; limits and their relaxation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from afd_testkit.npu import groups
 from afd_testkit.npu.errors import KernelLimit, NotEmulated
+from afd_testkit.npu.limits import relaxed
 from afd_testkit.npu.ops import communication_v1 as v1
 from afd_testkit.npu.ops import communication_v2 as v2
+from afd_testkit.ranks import Rank, run_ranks
 
 pytestmark = pytest.mark.cpu
 
@@ -175,3 +177,120 @@ def test_shared_rows_may_have_three_axes(alone: str) -> None:
         rows, IDS, origin, counts, WEIGHTS, alone, 1, 0, 4, shared_expert_x=X.view(2, 1, 32)
     )
     assert y.unique().tolist() == [3.0]  # two experts that change nothing, and the shared rows
+
+
+def refusal(operator: Any, *args: Any, **kwargs: Any) -> str:
+    """Why the call is refused.  The error is dropped here: its frames would keep the group."""
+    try:
+        operator(*args, **kwargs)
+    except KernelLimit as error:
+        return str(error)
+    raise AssertionError(f"{operator.__name__} took what it must refuse")
+
+
+def refused_everywhere(place: Rank) -> list[str]:
+    """The message of each call that one rank tells wrongly, as this rank sees it."""
+    rank, world = place.rank, place.world_size
+    x, ids = torch.ones(1, 32).half(), torch.tensor([[0, 1]], dtype=torch.int32)
+    two_or_three = (2, 3)[rank]
+    dispatch = v2.npu_moe_distribute_dispatch_v2
+    with place.gloo() as group:
+        name = groups.hccl_comm_name(group)
+        del group
+        try:
+            messages = [
+                refusal(
+                    dispatch,
+                    x.expand(tokens, 32),
+                    torch.tensor([chosen] * tokens, dtype=torch.int32),
+                    name,
+                    world,
+                    rank,
+                    8,
+                    x_active_mask=mask,
+                    global_bs=global_bs,
+                )
+                for tokens, chosen, mask, global_bs in (
+                    (2, [0, 9 if rank else 1], None, 0),
+                    (two_or_three, [0, 1], None, 0),
+                    (two_or_three, [0, 1], None, 5),
+                    (two_or_three, [0, 1], torch.ones(two_or_three, dtype=torch.bool), 6),
+                )
+            ]
+            for told_rank, experts in ((rank, 5), (1 - rank, 8)):
+                messages.append(
+                    refusal(
+                        v2.npu_moe_distribute_dispatch_v2, x, ids, name, world, told_rank, experts
+                    )
+                )
+            counts, origin = torch.full((8,), 9), torch.zeros(512, dtype=torch.int32)
+            messages.append(
+                refusal(
+                    v2.npu_moe_distribute_combine_v2,
+                    x.expand(4, 32),
+                    ids,
+                    origin,
+                    counts,
+                    torch.ones(1, 2),
+                    name,
+                    world,
+                    rank,
+                    8,
+                )
+            )
+        finally:
+            groups.forget_groups()
+    return messages
+
+
+def test_what_one_rank_tells_wrongly_is_refused_on_all() -> None:
+    for messages in run_ranks(2, refused_everywhere):
+        for message, says in zip(
+            messages,
+            (
+                "[0, 2] entries of expert_ids, by rank, are no expert from 0 to 7",
+                "ranks have [2, 3] tokens and global_bs is 0",
+                "global_bs is 5; it must be at least the largest number times the ranks, 6",
+                "ranks have [2, 3] tokens and an x_active_mask",
+                "5 experts do not divide among 2 ranks",
+                "told 2 ranks and to be rank",
+                "ep_send_counts are [9, 9, 9, 9",
+            ),
+            strict=True,
+        ):
+            assert says in message
+
+
+def relaxed_calls(place: Rank) -> list[list[int]]:
+    """Counts of what arrives when each limit is relaxed."""
+    rank, world = place.rank, place.world_size
+    pairs = torch.tensor([[0, 1]] * 2, dtype=torch.int32)
+    with place.gloo() as group, relaxed("dtype", "layout", "alignment"):
+        name = groups.hccl_comm_name(group)
+        del group
+        try:
+            return [
+                v2.npu_moe_distribute_dispatch_v2(
+                    x, ids, name, world, rank, 8, x_active_mask=mask, global_bs=global_bs
+                )[3].tolist()
+                for x, ids, mask, global_bs in (
+                    (torch.ones(2, 32), pairs.long(), None, 0),
+                    (torch.ones(2, 5).half(), pairs, None, 0),
+                    (torch.ones(2, 32).half(), pairs, torch.tensor([False, True]), 0),
+                    (
+                        torch.ones(2 - rank, 32).half(),
+                        pairs[rank:],
+                        torch.ones(2 - rank, dtype=torch.bool),
+                        4,
+                    ),
+                    (torch.ones(513, 32).half(), pairs[:1].expand(513, 2), None, 0),
+                )
+            ]
+        finally:
+            groups.forget_groups()
+
+
+def test_relaxed_limits_let_the_exchange_happen() -> None:
+    first, second = run_ranks(2, relaxed_calls)
+    assert first == [[4, 4, 0, 0], [4, 4, 0, 0], [2, 2, 0, 0], [3, 3, 0, 0], [1026, 1026, 0, 0]]
+    assert second == [[0, 0, 0, 0]] * 5
