@@ -36,7 +36,7 @@ class Setup:
     """What a deployment is, in neutral terms; sizes are rank counts.
 
     ``proved_parallel``: kinds of parallelism, of ``tensor`` and ``data``, that this engine's
-    gates cover.  ``sharded_tokens``: tokens are sharded over the TP ranks (FlashComm1).
+    gates cover.  ``chunked_prefill``: whether the scheduler may give a request's prompt in chunks.
     ``uncovered_options``: options of the engine that are on and that no gate covers.
     """
 
@@ -61,7 +61,6 @@ class Setup:
     kv_sharing_fast_prefill: bool
     attention_backends: tuple[str, ...]
     proved_parallel: tuple[str, ...] = ()
-    sharded_tokens: bool = False
     chunked_prefill: bool = True
     uncovered_options: tuple[str, ...] = ()
 

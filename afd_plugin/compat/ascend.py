@@ -15,6 +15,7 @@ from afd_plugin.compat.known import check_versions
 from afd_plugin.compat.pinned_ascend import CONTRACT
 from afd_plugin.validation import Setup
 
+
 def check_drift() -> None:
     """Compare the installed vLLM-Ascend and vLLM with what this package was written against.
 

@@ -1,30 +1,47 @@
-"""What of an upstream package is relied on, and how the installed one differs from it."""
+"""What of an upstream stack is relied on, and how the installed one differs from it.
+
+A contract holds names only (``package.module:Class.attribute``), so that reading one imports
+nothing, and what is gone is a difference like any other.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import importlib
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
+from functools import partial
 from typing import Any
 
-from afd_plugin.errors import MetadataError, UpstreamDrift
+from afd_plugin.errors import AfdError, MetadataError, UpstreamDrift
 from afd_plugin.metadata import resolve_rules
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not as pinned; ``found`` is ``None`` where it is gone."""
+    """One thing that is not as pinned.
+
+    ``where``: what differs.  ``pinned``, ``found``: what was expected and what is there, as
+    ends of a sentence.  ``cause``: the error that says it better.
+    """
 
     where: str
     pinned: str
-    found: str | None
+    found: str
     remedy: str
+    cause: AfdError | None = None
 
     def __str__(self) -> str:
-        now = "is gone" if self.found is None else self.found
-        return f"{self.where} {now}, pinned is {self.pinned}. {self.remedy}"
+        return f"{self.where} {self.found}, pinned is {self.pinned}. {self.remedy}"
+
+
+_Compare = Callable[[Any], Difference | None]
+
+
+class _Gone(Exception):
+    """A path that leads nowhere; the text says where it ends."""
 
 
 @dataclass(frozen=True)
@@ -32,86 +49,145 @@ class Contract:
     """Everything that is overridden, wrapped, replaced or read of one upstream stack.
 
     ``stack``: its name and version.  ``signatures``: parameter names, in order, of what is
-    overridden, patched or called by keyword; methods by (owner, name), functions by (module,
-    name).  ``fields``: of dataclasses that are copied with changes.  ``names``: globals of
-    modules that are read or replaced.  ``metadata``: classes whose every field needs a rule.
+    overridden, patched or called by keyword.  ``fields``: of dataclasses that are copied with
+    changes.  ``members``: of enumerations that decide something.  ``names``: classes and
+    globals of modules that are read, replaced or told apart by their path.  ``metadata``:
+    classes whose every field needs a rule.  ``first``: modules to import before all others,
+    which import each other in a circle.
     """
 
     stack: str
-    signatures: Mapping[tuple[Any, str], tuple[str, ...]] = field(default_factory=dict)
-    fields: Mapping[type, tuple[str, ...]] = field(default_factory=dict)
-    names: Mapping[ModuleType, tuple[str, ...]] = field(default_factory=dict)
-    metadata: tuple[type, ...] = ()
+    first: tuple[str, ...] = ()
+    signatures: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    metadata: tuple[str, ...] = ()
 
     def differences(self) -> list[Difference]:
-        """All differences between the pinned contract and what is installed and loaded."""
-        return [
-            *self._signature_differences(),
-            *self._field_differences(),
-            *self._name_differences(),
-            *self._rule_differences(),
-        ]
+        """All differences between the pinned contract and what is installed, which is imported."""
+        found = []
+        for path, compare in self._comparisons():
+            try:
+                difference = compare(_resolve(path))
+            except _Gone as error:
+                difference = Difference(_short(path), "that it exists", str(error), self._reinstall)
+            if difference is not None:
+                found.append(difference)
+        return found
+
+    def counts(self) -> dict[str, int]:
+        """How many things of each kind are compared, by a name in the plural."""
+        return {
+            "signatures": len(self.signatures),
+            "dataclasses": len(self.fields),
+            "enumerations": len(self.members),
+            "names": len(self.names),
+            "metadata classes": len(self.metadata),
+        }
 
     def check(self) -> None:
-        """Raise for the first difference, with the others as notes.
+        """Raise for one difference, with the others as notes.
 
-        Raises :class:`UpstreamDrift`, or the metadata error that a class's rules raise.
+        Raises the metadata error that a class's rules raise, else :class:`UpstreamDrift`.
         """
-        for cls in self.metadata:
-            resolve_rules(cls)
         found = self.differences()
-        if found:
-            error = UpstreamDrift(str(found[0]))
-            for other in found[1:]:
+        if not found:
+            return
+        first = next((each for each in found if each.cause is not None), found[0])
+        error = first.cause or UpstreamDrift(str(first))
+        for other in found:
+            if other is not first:
                 error.add_note(f"also: {other}")
-            raise error
+        raise error
 
-    def _signature_differences(self) -> list[Difference]:
-        found = []
-        for (owner, name), pinned in self.signatures.items():
-            where = f"{_name(owner)}.{name}"
-            if not hasattr(owner, name):
-                remedy = f"{self.stack} differs from the release of that number. Reinstall it."
-                found.append(Difference(where, str(pinned), None, remedy))
-                continue
-            now = tuple(inspect.signature(getattr(owner, name)).parameters)
-            if now != pinned:
-                remedy = (
-                    f"This installation, or a plugin that replaced it, differs from {self.stack}. "
-                    "Reinstall it, or run without that plugin."
-                )
-                found.append(Difference(where, str(pinned), f"takes {now}", remedy))
-        return found
+    @property
+    def _reinstall(self) -> str:
+        return (
+            f"This installation, or a plugin that replaced it, differs from {self.stack}. "
+            "Reinstall it, or run without that plugin."
+        )
 
-    def _field_differences(self) -> list[Difference]:
-        remedy = "Decide what each new field means for a stage."
-        return [
-            Difference(f"{_name(cls)}", str(pinned), f"has fields {now}", remedy)
-            for cls, pinned in self.fields.items()
-            if (now := tuple(each.name for each in dataclasses.fields(cls))) != pinned
-        ]
+    def _comparisons(self) -> Iterator[tuple[str, _Compare]]:
+        """Every path, and what to ask of the thing that it leads to."""
+        for path in self.first:
+            yield path, lambda found: None
+        for path, pinned in self.signatures.items():
+            yield path, partial(self._signature, path, pinned)
+        for path, pinned in self.fields.items():
+            yield path, partial(_fields, path, pinned)
+        for path, pinned in self.members.items():
+            yield path, partial(_members, path, pinned)
+        for path in self.names:
+            yield path, lambda found: None
+        for path in self.metadata:
+            yield path, partial(_rules, path)
 
-    def _name_differences(self) -> list[Difference]:
-        remedy = "Look for what replaced it."
-        return [
-            Difference(f"{module.__name__}.{name}", "a global of that module", None, remedy)
-            for module, names in self.names.items()
-            for name in names
-            if name not in vars(module)
-        ]
-
-    def _rule_differences(self) -> list[Difference]:
-        found = []
-        for cls in self.metadata:
-            try:
-                resolve_rules(cls)
-            except MetadataError as error:
-                where = f"field rules of {_name(cls)}"
-                found.append(
-                    Difference(where, "one rule for every field", "do not fit", str(error))
-                )
-        return found
+    def _signature(self, path: str, pinned: tuple[str, ...], found: Any) -> Difference | None:
+        now = tuple(inspect.signature(found).parameters)
+        if now == pinned:
+            return None
+        return Difference(_short(path), _call(pinned), f"takes {_call(now)}", self._reinstall)
 
 
-def _name(owner: Any) -> str:
-    return str(owner.__name__ if isinstance(owner, ModuleType) else owner.__qualname__)
+def _resolve(path: str) -> Any:
+    """What ``package.module:Class.attribute`` names."""
+    module, _, rest = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        raise _Gone(f"cannot be imported ({error})") from error
+    for name in rest.split(".") if rest else ():
+        if not hasattr(found, name):
+            raise _Gone("is gone")
+        found = getattr(found, name)
+    return found
+
+
+def _short(path: str) -> str:
+    """A path as one writes it: with the module only where that is the owner."""
+    _, _, rest = path.partition(":")
+    return rest if rest[:1].isupper() else path.replace(":", ".")
+
+
+def _call(names: tuple[str, ...]) -> str:
+    return f"({', '.join(names)})"
+
+
+def _fields(path: str, pinned: tuple[str, ...], cls: Any) -> Difference | None:
+    names = tuple(each.name for each in dataclasses.fields(cls))
+    return _listed(path, "field", pinned, names)
+
+
+def _members(path: str, pinned: tuple[str, ...], cls: type[enum.Enum]) -> Difference | None:
+    return _listed(path, "member", pinned, tuple(cls.__members__))
+
+
+def _listed(
+    path: str, noun: str, pinned: tuple[str, ...], now: tuple[str, ...]
+) -> Difference | None:
+    """A difference of ``now`` from ``pinned``, told by what is new and what is missing."""
+    if now == pinned:
+        return None
+    told = []
+    for names, what in (
+        ([name for name in now if name not in pinned], f"has new {noun}(s)"),
+        ([name for name in pinned if name not in now], f"lacks {noun}(s)"),
+    ):
+        if names:
+            told.append(f"{what} {', '.join(names)}")
+    return Difference(
+        _short(path),
+        f"{len(pinned)} {noun}s {_call(pinned)}",
+        " and ".join(told) or f"has its {noun}s in the order {_call(now)}",
+        f"Decide what each new {noun} means for a stage.",
+    )
+
+
+def _rules(path: str, cls: Any) -> Difference | None:
+    try:
+        resolve_rules(cls)
+    except (MetadataError, UpstreamDrift) as error:
+        where, pinned = f"field rules of {_short(path)}", "one for every field"
+        return Difference(where, pinned, "do not fit", str(error), error)
+    return None

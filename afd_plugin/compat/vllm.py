@@ -2,101 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from vllm.config import VllmConfig
-from vllm.forward_context import ForwardContext
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.selector import AttentionSelectorConfig
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.utils import AttentionGroup
 
-from afd_plugin.compat.contracts import Contract
-from afd_plugin.compat.known import PINNED_VLLM, check_versions
+from afd_plugin.compat.known import check_versions
+from afd_plugin.compat.pinned_vllm import CONTRACT
 from afd_plugin.validation import Setup
-
-# Parameters of everything that is overridden, wrapped or called by keyword; by name, so that
-# what another plugin put in place of a method is judged too.
-_SIGNATURES: Mapping[tuple[type, str], tuple[str, ...]] = {
-    (GPUModelRunner, "execute_model"): ("self", "scheduler_output", "intermediate_tensors"),
-    (GPUModelRunner, "_build_attention_metadata"): (
-        "self",
-        "num_tokens",
-        "num_reqs",
-        "max_query_len",
-        "num_tokens_padded",
-        "num_reqs_padded",
-        "ubatch_slices",
-        "logits_indices",
-        "max_num_sampled_tokens",
-        "use_spec_decode",
-        "for_cudagraph_capture",
-        "num_scheduled_tokens",
-        "slot_mappings",
-    ),
-    (GPUModelRunner, "_model_forward"): (
-        "self",
-        "input_ids",
-        "positions",
-        "intermediate_tensors",
-        "inputs_embeds",
-        "model_kwargs",
-    ),
-    (GPUModelRunner, "initialize_metadata_builders"): (
-        "self",
-        "kv_cache_config",
-        "kernel_block_sizes",
-    ),
-    (AttentionGroup, "build_metadata"): (
-        "self",
-        "common_attn_metadata",
-        "ubatch_idx",
-        "common_prefix_len",
-        "kwargs",
-    ),
-    (AttentionGroup, "create_metadata_builders"): (
-        "self",
-        "vllm_config",
-        "device",
-        "kernel_block_size",
-        "num_metadata_builders",
-    ),
-    (CPUWorker, "init_device"): ("self",),
-    (CPUWorker, "__init__"): (
-        "self",
-        "vllm_config",
-        "local_rank",
-        "rank",
-        "distributed_init_method",
-        "is_driver_worker",
-    ),
-}
-
-_FORWARD_CONTEXT_FIELDS = (
-    "no_compile_layers",
-    "attn_metadata",
-    "slot_mapping",
-    "dp_metadata",
-    "cudagraph_runtime_mode",
-    "batch_descriptor",
-    "ubatch_slices",
-    "is_padding",
-    "skip_compiled",
-    "all_moe_layers",
-    "moe_layer_index",
-    "additional_kwargs",
-)
-
-
-CONTRACT = Contract(
-    stack=f"vLLM {PINNED_VLLM}",
-    signatures=_SIGNATURES,
-    fields={ForwardContext: _FORWARD_CONTEXT_FIELDS},
-    metadata=(CommonAttentionMetadata,),
-)
 
 
 def check_drift() -> None:

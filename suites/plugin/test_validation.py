@@ -63,8 +63,23 @@ FACTS: list[tuple[type[UnsupportedSetup], str, Any]] = [
     (errors.KVConnector, "kv_connector", "NixlConnector"),
     (errors.ExpertLoadBalancing, "expert_load_balancing", True),
     (errors.SharedKVFastPrefill, "kv_sharing_fast_prefill", True),
+    (errors.UncoveredOption, "uncovered_options", ("layer_sharding",)),
+    (errors.UncoveredOption, "uncovered_options", ("xlite_graph_config", "enable_kv_nz")),
 ]
-BACKENDS: list[tuple[str, ...]] = [("CPU_MLA",), ("CPU_ATTN", "CPU_MLA"), ("FLASH_ATTN",), ("",)]
+ASCEND = "vllm_ascend.attention.attention_v1.AscendAttentionMetadataBuilder"
+ASCEND_MLA = "vllm_ascend.attention.mla_v1.AscendMLAMetadataBuilder"
+BACKENDS: list[tuple[str, ...]] = [
+    ("CPU_MLA",),
+    ("CPU_ATTN", "CPU_MLA"),
+    ("FLASH_ATTN",),
+    ("",),
+    # vLLM-Ascend's own, of sparse attention and of context parallelism
+    ("vllm_ascend.attention.sfa_v1.AscendSFAMetadataBuilder",),
+    ("vllm_ascend.attention.dsa_v1.AscendDSAMetadataBuilder",),
+    ("vllm_ascend.attention.context_parallel.mla_cp.AscendMlaCPMetadataBuilder",),
+    (ASCEND_MLA, "vllm_ascend.attention.sfa_v1.AscendSFAMetadataBuilder"),
+    ("ASCEND_MLA",),
+]
 FACT_IDS = [f"{field}={value}" for _, field, value in FACTS]
 
 
@@ -120,7 +135,11 @@ def test_request_may_use_them_and_is_not_told_to_change(backends: Any) -> None:
     validate_backends(backends, AFDConfig(async_moe_split="token"))  # the split is off
 
 
-@pytest.mark.parametrize("backends", [("CPU_ATTN",), ("AMX_MLA",), ("AMX_MLA", "CPU_ATTN")])
+@pytest.mark.parametrize(
+    "backends",
+    [("CPU_ATTN",), ("AMX_MLA",), ("AMX_MLA", "CPU_ATTN"), (ASCEND,), (ASCEND_MLA,)],
+    ids=str,
+)
 def test_supported_backends(backends: Any) -> None:
     quiet(with_(attention_backends=backends), TOKEN)
     validate_backends(backends, TOKEN)
@@ -148,16 +167,54 @@ def test_no_known_backend_is_refused_too() -> None:
     assert type(error) is errors.AttentionBackendUnsupported
 
 
+@pytest.mark.parametrize("backends", [(ASCEND_MLA,), (ASCEND, ASCEND_MLA)], ids=["alone", "beside"])
+def test_latent_attention_needs_chunked_prefill_to_see_context(backends: Any) -> None:
+    setup = with_(attention_backends=backends, chunked_prefill=False)
+    error = refusal(setup, TOKEN)
+    assert type(error) is errors.ContextNeedsChunkedPrefill
+    helpful(error, True)
+    quiet(setup, REQUEST)  # no piece starts with context, and ``token`` is not recommended
+    quiet(with_(attention_backends=backends), TOKEN)
+
+
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "AMX_MLA", ASCEND])
+def test_other_attention_sees_context_without_chunked_prefill(backend: str) -> None:
+    quiet(with_(attention_backends=(backend,), chunked_prefill=False), TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "refusal_of_it"),
+    [
+        ("tensor", "tensor_parallel_size", errors.TensorParallel),
+        ("data", "data_parallel_size", errors.DataParallel),
+    ],
+)
+def test_parallelism_that_an_engines_gates_cover(
+    kind: str, field: str, refusal_of_it: type[UnsupportedSetup]
+) -> None:
+    for size in (2, 4, 16):
+        quiet(with_(**{field: size}, proved_parallel=(kind,)), TOKEN)
+    both = with_(tensor_parallel_size=2, data_parallel_size=2)
+    other = {"tensor": errors.DataParallel, "data": errors.TensorParallel}[kind]
+    error = refusal(dataclasses.replace(both, proved_parallel=(kind,)), TOKEN)
+    assert type(error) is other  # proving one says nothing of the other
+    assert not hasattr(error, "__notes__")
+    quiet(dataclasses.replace(both, proved_parallel=("tensor", "data")), TOKEN)
+    assert type(refusal(with_(**{field: 2}), TOKEN)) is refusal_of_it
+
+
 def test_every_refusal_is_reached_above() -> None:
     reached = {kind for kind, _, _ in FACTS} | {
         errors.AttentionBackendUnsupported,
         errors.AttentionSideGate,
+        errors.ContextNeedsChunkedPrefill,
     }
     assert reached == set(UnsupportedSetup.__subclasses__())
 
 
 def test_every_fact_of_a_setup_is_judged() -> None:
-    judged = {field for _, field, _ in FACTS} | {"attention_backends"}
+    judged = {field for _, field, _ in FACTS}
+    judged |= {"attention_backends", "chunked_prefill", "proved_parallel"}
     assert judged == {field.name for field in dataclasses.fields(Setup)}
 
 

@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import runpy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -536,6 +536,13 @@ def groups(*layers: list[str]) -> list[list[Any]]:
     return made
 
 
+def split_step(made: Sequence[Sequence[Any]], plan: SplitPlan) -> AbstractContextManager[None]:
+    """What the worker holds while the metadata of a split step is built."""
+    from afd_plugin.compat.stages import StageBuilders, stage_builders
+
+    return stage_builders(made, lambda builders: StageBuilders(builders, plan))
+
+
 def common(first_block: int = 1, slots_from: int = 1000) -> Any:
     """The step of ``PLAN`` in vLLM's class; block rows and slots tell KV-cache groups apart."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -558,12 +565,10 @@ def common(first_block: int = 1, slots_from: int = 1000) -> Any:
 
 @pytest.mark.usefixtures("vllm_loaded")
 def test_two_kv_groups_get_four_builders_and_four_metadata_objects() -> None:
-    from afd_plugin.compat.vllm_stages import stage_builders
-
     made = groups(["full.0", "full.1"], ["window.0"])
     own = [group.metadata_builders for (group,) in made]
     pairs = []
-    with stage_builders(made, PLAN):
+    with split_step(made, PLAN):
         for (group,), parent in zip(made, [common(), common(900, 5000)], strict=True):
             # As vLLM asks: it patches block tables only into what says that it can.
             assert not group.get_metadata_builder(0).supports_update_block_table
@@ -587,13 +592,11 @@ def test_small_kernel_blocks_are_mapped_before_the_step_is_cut(make_config: Conf
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.worker.utils import AttentionGroup
 
-    from afd_plugin.compat.vllm_stages import stage_builders
-
     config = make_config("qwen3-moe", max_model_len=576)
     spec = FullAttentionSpec(block_size=64, num_kv_heads=2, head_size=32, dtype=torch.float32)
     group = AttentionGroup(CPUAttentionBackend, ["layer"], spec, 0)
     group.create_metadata_builders(config, torch.device("cpu"), 32, num_metadata_builders=2)
-    with stage_builders([[group]], PLAN):
+    with split_step([[group]], PLAN):
         first, second = group.build_metadata(common(), 0).built
     rows = [
         [kernel for b in range(1 + 9 * r, 10 + 9 * r) for kernel in (2 * b, 2 * b + 1)]
@@ -614,14 +617,12 @@ class Broken(PlainBuilder):
 @pytest.mark.usefixtures("vllm_loaded")
 @pytest.mark.parametrize("stage", [0, 1])
 def test_builders_are_put_back_after_an_error(stage: int) -> None:
-    from afd_plugin.compat.vllm_stages import stage_builders
-
     made = groups(["a"], ["b"])
     made[1][0].metadata_builders[stage] = Broken()
     own = [list(group.metadata_builders) for (group,) in made]
 
     def step() -> None:
-        with stage_builders(made, PLAN):
+        with split_step(made, PLAN):
             for (group,) in made:
                 group.build_metadata(common(), 0)
 
@@ -633,10 +634,8 @@ def test_builders_are_put_back_after_an_error(stage: int) -> None:
 
 @pytest.mark.usefixtures("vllm_loaded")
 def test_only_building_is_possible_while_a_step_is_split() -> None:
-    from afd_plugin.compat.vllm_stages import stage_builders
-
     ((group,),) = made = groups(["a"])
-    with stage_builders(made, PLAN):
+    with split_step(made, PLAN):
         with pytest.raises(UpstreamDrift, match=r"common_prefix_len is 32; .*cascade"):
             group.build_metadata(common(), 0, common_prefix_len=32)
         with pytest.raises(AttributeError, match="build_for_cudagraph_capture"):
@@ -661,10 +660,8 @@ def step_context(**changes: Any) -> Any:
 
 
 def stage_pairs(plan: SplitPlan) -> dict[str, Any]:
-    from afd_plugin.compat.vllm_stages import stage_builders
-
     made = groups(["a"], ["b"])
-    with stage_builders(made, plan):
+    with split_step(made, plan):
         return {
             name: group.build_metadata(parent, 0)
             for name, (group,), parent in zip(
