@@ -11,11 +11,11 @@ import os
 from afd_testkit.engines._quiet_import import import_quietly
 from afd_testkit.engines._vllm_child import FIXED_ENVIRONMENT
 from afd_testkit.engines.ascend import emulation_variables
-from afd_testkit.engines.base import EngineConfig, Topology
+from afd_testkit.engines.base import EngineConfig
 from afd_testkit.npu.process import install_with_torch
 
 os.environ.update(FIXED_ENVIRONMENT)
-os.environ.update(emulation_variables(Topology.soc, EngineConfig.dtype, 1))
+os.environ.update(emulation_variables(EngineConfig("any")))
 install_with_torch()
 # What the start of an engine imports for the architectures of the built-in models.
 import_quietly(

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 
 from afd_testkit.engines._vllm_child import STACK_SIGNAL
@@ -51,6 +52,27 @@ def kill_group(leader: int) -> None:
         if not group(leader) or time.monotonic() > deadline:
             return
         time.sleep(0.01)
+
+
+def shared_memory(leader: int) -> set[str]:
+    """Names of the POSIX shared memory that Python processes of the group have mapped."""
+    names: set[str] = set()
+    for pid in group(leader):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+                place = line.partition(" /dev/shm/")[2].removesuffix(" (deleted)")
+                if place.startswith("psm_"):
+                    names.add(place)
+    return names
+
+
+def remove_shared_memory(names: set[str]) -> None:
+    """Remove what killed processes could not; their resource tracker then has nothing to mend."""
+    for name in names:
+        with suppress(FileNotFoundError):
+            memory = SharedMemory(name)
+            memory.close()
+            memory.unlink()
 
 
 def stacks(leader: int, file: Path, names: Mapping[int, str]) -> str:

@@ -38,7 +38,7 @@ class ChildEngine:
             )
         progress("starting the engine")
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**_engine_args(start)))
-        self._ranks = self._all("install", start.scratch, start.config.worker == "afd")
+        self._ranks = self._all("install", start.scratch, start.config)
 
     def info(self) -> dict[str, Any]:
         """Facts that the parent keeps: versions, vocabulary, cache size, process ids."""
@@ -110,7 +110,7 @@ class ChildEngine:
                 seen.requests.get(prompt.name),
                 prompt,
                 cached_tokens=int(outputs[prompt.name].num_cached_tokens),
-                greedy_token=int(outputs[prompt.name].outputs[0].token_ids[0]),
+                generated=tuple(int(t) for t in outputs[prompt.name].outputs[0].token_ids),
             )
             for prompt in request.prompts
         )
@@ -118,6 +118,7 @@ class ChildEngine:
             "run": self._runs,
             "step_seconds": seen.seconds,
             "poisoned_blocks": len(stale),
+            **{name: sorted(ways) for name, ways in seen.ways.items()},
             **self._start.backend.facts,
         }
         return RunResult(requests=results, steps=tuple(seen.steps), seconds=seconds, facts=facts)

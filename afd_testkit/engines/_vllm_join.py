@@ -34,21 +34,29 @@ class LayerRows:
 
 @dataclass
 class Seen:
-    """What was collected for one request on one rank; ``hidden`` and ``logprobs`` on rank 0."""
+    """What was collected for one request on one rank.
+
+    ``hidden``, ``logprobs`` of the prompt and ``decode`` of what follows it: on rank 0.
+    """
 
     chunks: list[int] = field(default_factory=list)
     first: int | None = None
     end: int = 0
     hidden: list[FloatArray] = field(default_factory=list)
     logprobs: list[FloatArray] = field(default_factory=list)
+    decode: list[FloatArray] = field(default_factory=list)
     kv: tuple[LayerRows, ...] = ()
 
 
 @dataclass
 class Observation:
-    """Everything a rank saw of one run."""
+    """Everything a rank saw of one run.
+
+    ``ways``: by name, all the ways in which passes through the model went, as the backend says.
+    """
 
     requests: dict[str, Seen] = field(default_factory=dict)
+    ways: dict[str, set[str]] = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -135,7 +143,7 @@ def _check_copies(
 
 
 def request_result(
-    seen: Seen | None, prompt: Prompt, *, cached_tokens: int, greedy_token: int
+    seen: Seen | None, prompt: Prompt, *, cached_tokens: int, generated: tuple[int, ...]
 ) -> RequestResult:
     """The result of ``prompt``; checks that each of its positions was seen once."""
     seen = seen or Seen()
@@ -152,5 +160,7 @@ def request_result(
         hidden=np.concatenate(seen.hidden),
         logprobs=np.concatenate(seen.logprobs),
         kv=tuple(layer.rows for layer in seen.kv),
-        greedy_token=greedy_token,
+        greedy_token=generated[0],
+        generated=generated,
+        decode_logprobs=np.concatenate([seen.logprobs[0][:0], *seen.decode]),
     )

@@ -20,7 +20,13 @@ import torch
 from afd_testkit.devices import version_of
 from afd_testkit.engines._vllm_join import Observation, Seen
 from afd_testkit.engines._vllm_kv import KvReader
-from afd_testkit.engines.base import EngineError, FloatArray, ScheduledRequest, StepRecord
+from afd_testkit.engines.base import (
+    EngineConfig,
+    EngineError,
+    FloatArray,
+    ScheduledRequest,
+    StepRecord,
+)
 
 # Above this vocabulary size log-probabilities are stored in float32: the computation stays
 # float64, and 1e-6 nats of rounding is below every tolerance, but memory halves.
@@ -54,8 +60,12 @@ class StepProbe:
     """Observes a vLLM model runner.  ``full``: whether hidden states and log-probabilities,
     which all ranks have alike, are kept here."""
 
-    def __init__(self, runner: Any, *, full: bool) -> None:
+    def __init__(self, runner: Any, config: EngineConfig, *, full: bool) -> None:
+        from vllm.platforms import current_platform
+
         self._runner = runner
+        self._config = config
+        self._on_npu = current_platform.device_type == "npu"
         self._full = full
         self._kv = KvReader(runner)
         self._observed: Observation | None = None
@@ -119,8 +129,14 @@ class StepProbe:
         return output
 
     def _count_pass(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before each pass: its rows, seen at the model itself."""
+        """Before each pass: its rows, seen at the model itself, and the way it goes."""
         self._passes.append(int(kwargs["positions"].shape[-1]))
+        if self._observed is not None and self._on_npu:
+            from afd_testkit.engines._ascend_passes import check_pass, way_of_pass
+
+            for name, way in way_of_pass().items():
+                self._observed.ways.setdefault(name, set()).add(way)
+            check_pass(self._config, self._passes[-1])
 
     def _observe(self, observed: Observation, scheduler_output: Any) -> None:
         state = self._runner.execute_model_state
@@ -135,9 +151,14 @@ class StepProbe:
         )
         for row in rows:
             self._touched |= self._kv.blocks_of(row.index)
+            seen = observed.requests.setdefault(row.name, Seen())
             if row.is_prefill:
-                seen = observed.requests.setdefault(row.name, Seen())
                 self._collect(seen, row, state.hidden_states)
+            else:
+                hidden = state.hidden_states[row.offset : row.offset + row.scheduled]
+                logprobs = self._logprobs(hidden)
+                if self._full:
+                    seen.decode.append(logprobs)
 
     def _rows(self, names: Mapping[str, str], scheduled: Mapping[str, int]) -> list[_Row]:
         """The step's requests in batch order.

@@ -113,24 +113,31 @@ class EngineProcess:
         """Stop the process; calling it twice is harmless."""
         if self._closed:
             return
+        shared = self._shared_memory()
         with suppress(OSError):  # already gone, which is what was wanted
             self._pipe.send(("stop",))
         self._process.join(_STOP_SECONDS)
         self.kill()
+        _processes.remove_shared_memory(shared)
 
     def kill(self) -> None:
         """Make sure that all processes of the engine are gone and nothing is kept open."""
         if self._closed:
             return
         self._closed = True
-        pid = self._process.pid
-        if pid is not None:
-            _processes.kill_group(pid)
+        shared = self._shared_memory()
+        if self._process.pid is not None:
+            _processes.kill_group(self._process.pid)
         if self._process.is_alive():
             self._process.kill()
         self._process.join(_STOP_SECONDS)
         self._pipe.close()
+        _processes.remove_shared_memory(shared)
         shutil.rmtree(self._start.scratch, ignore_errors=True)
+
+    def _shared_memory(self) -> set[str]:
+        pid = self._process.pid
+        return set() if pid is None else _processes.shared_memory(pid)
 
     def _progress(self, text: str) -> None:
         self._say(f"{self._start.backend.name}: {text}")

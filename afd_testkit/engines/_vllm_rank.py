@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from afd_testkit.engines._vllm_child import describe, write_stacks_to
-from afd_testkit.engines.base import EngineError
+from afd_testkit.engines.base import EngineConfig, EngineError
 
 EXTENSION = "afd_testkit.engines._vllm_rank.ProbeExtension"
 CALL = "afd_testkit_call"
@@ -42,15 +42,15 @@ class ProbeExtension:
 class RankProbe:
     """One rank: its worker, its probe, and the fault that is injected now."""
 
-    def __init__(self, worker: Any, scratch: str, splits: bool) -> None:
+    def __init__(self, worker: Any, scratch: str, config: EngineConfig) -> None:
         from afd_testkit.engines._vllm_probe import StepProbe
 
         self._worker = worker
-        self._splits = splits
+        self._splits = config.worker == "afd"
         self._fault = ExitStack()
         # Workers that were started afresh, not forked, have no handler yet.
         write_stacks_to(scratch)
-        self._probe = StepProbe(worker.model_runner, full=int(worker.rank) == 0)
+        self._probe = StepProbe(worker.model_runner, config, full=int(worker.rank) == 0)
         self._probe.install()
 
     def install(self) -> dict[str, Any]:

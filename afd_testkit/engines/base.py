@@ -131,6 +131,8 @@ class RequestResult:
     through the request's block table after its last prefill step; hit prefixes included.
     ``chunks``: scheduled tokens of each prefill step of this request, in order.
     ``greedy_token``: the token that the engine itself sampled first, at temperature 0.
+    ``generated``: all tokens that it sampled, G of them, where the engine tells them.
+    ``decode_logprobs``: [G - 1, V] as ``logprobs``, at the positions of ``generated[:-1]``.
     """
 
     name: str
@@ -141,6 +143,8 @@ class RequestResult:
     logprobs: FloatArray
     kv: tuple[FloatArray, ...]
     greedy_token: int
+    generated: tuple[int, ...] = ()
+    decode_logprobs: FloatArray | None = None
 
 
 @dataclass(frozen=True)
