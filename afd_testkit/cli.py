@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 DEFAULT_REQUESTS = (1, 8, 64, 512, 4096)
 DEFAULT_RUNS = 500
+DEFAULT_TOKENS = (4096, 8192, 16_384, 32_768, 65_536)
+DEFAULT_TP = (2, 4, 8)
+DEFAULT_HIDDEN = 7168  # DeepSeek-V3
+MAX_TOKENS = 2**24
+MAX_TP = 1024
 MAX_REQUESTS = 65_536
 UNUSABLE = 2
 
@@ -34,6 +41,26 @@ def _sizes(text: str) -> tuple[int, ...]:
     """``1,8,64`` as distinct batch sizes in the given order."""
     sizes = [_whole(part, 1, MAX_REQUESTS, "number of requests") for part in text.split(",")]
     return tuple(dict.fromkeys(sizes))
+
+
+def _tokens(text: str) -> tuple[int, ...]:
+    """``4K,65536`` as distinct token counts in the given order; K is 1024."""
+    parts = [re.sub(r"^(\d+)[kK]$", lambda m: str(int(m[1]) * 1024), p) for p in text.split(",")]
+    sizes = [_whole(part, 2, MAX_TOKENS, "number of tokens") for part in parts]
+    return tuple(dict.fromkeys(sizes))
+
+
+def _tp_sizes(text: str) -> tuple[int, ...]:
+    sizes = [_whole(part, 2, MAX_TP, "TP size of several ranks") for part in text.split(",")]
+    return tuple(dict.fromkeys(sizes))
+
+
+def _hidden(text: str) -> int:
+    return _whole(text, 1, 2**20, "hidden size")
+
+
+def _dtype_bytes(text: str) -> int:
+    return _whole(text, 1, 8, "number of bytes of a value")
 
 
 def _runs(text: str) -> int:
@@ -66,13 +93,43 @@ def _bench_split(arguments: argparse.Namespace) -> int:
         inference_mode=arguments.inference_mode,
         console=Console(stderr=True),
     )
-    Console(width=None if sys.stdout.isatty() else 120).print(bench.table(report))
-    if arguments.json is not None:
-        try:
-            arguments.json.write_text(json.dumps(report.as_dict(), indent=2) + "\n")
-        except OSError as error:
-            print(f"afd-testkit bench split: {arguments.json}: {error}", file=sys.stderr)
-            return UNUSABLE
+    return _show("split", bench.table(report), report.as_dict(), arguments.json)
+
+
+def _bench_layout(arguments: argparse.Namespace) -> int:
+    from afd_testkit import bench_layout
+
+    try:
+        report = bench_layout.run(
+            arguments.tokens, arguments.tp, arguments.hidden, arguments.dtype_bytes
+        )
+    except ValueError as error:
+        print(f"afd-testkit bench layout: {error}", file=sys.stderr)
+        return UNUSABLE
+    return _show("layout", bench_layout.table(report), report.as_dict(), arguments.json)
+
+
+def _drift(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from afd_testkit import drift
+
+    width = None if sys.stdout.isatty() else 160
+    return drift.run(Console(width=width), Console(stderr=True))
+
+
+def _show(subject: str, table: Any, figures: dict[str, Any], file: Path | None) -> int:
+    """Print the figures, and write them where a file is given."""
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    if file is None:
+        return 0
+    try:
+        file.write_text(json.dumps(figures, indent=2) + "\n")
+    except OSError as error:
+        print(f"afd-testkit bench {subject}: {file}: {error}", file=sys.stderr)
+        return UNUSABLE
     return 0
 
 
@@ -111,7 +168,56 @@ def _parser() -> argparse.ArgumentParser:
     )
     split.add_argument("--json", type=_new_file, metavar="FILE", help="also write the figures")
     split.set_defaults(handler=_bench_split)
+    _add_layout(subjects)
+    drift = commands.add_parser(
+        "drift",
+        help="the installed vLLM / vLLM-Ascend against the pinned contracts",
+        description="Compare the installed vLLM, or vLLM-Ascend and its vLLM, with what the split "
+        "was written for, and print every difference. Exit status: 0 none, 1 differences, "
+        "2 nothing to compare.",
+    )
+    drift.set_defaults(handler=_drift)
     return parser
+
+
+def _add_layout(subjects: Any) -> None:
+    layout = subjects.add_parser(
+        "layout",
+        help="bytes that sharded tokens travel, beside a full all-gather",
+        description="Count the bytes that move when a step sharded over tensor-parallel ranks "
+        "becomes two stages, each sharded on its own: by the exchange, and by an all-gather of "
+        "everything. Counted from the exchange's own plans; nothing is sent.",
+    )
+    layout.add_argument(
+        "--tokens",
+        type=_tokens,
+        default=DEFAULT_TOKENS,
+        metavar="N,N,…",
+        help="tokens of a step, 4K being 4096 (default: 4K,8K,16K,32K,64K)",
+    )
+    layout.add_argument(
+        "--tp",
+        type=_tp_sizes,
+        default=DEFAULT_TP,
+        metavar="N,N,…",
+        help=f"tensor-parallel ranks (default: {','.join(map(str, DEFAULT_TP))})",
+    )
+    layout.add_argument(
+        "--hidden",
+        type=_hidden,
+        default=DEFAULT_HIDDEN,
+        metavar="N",
+        help="values a token (default: %(default)s)",
+    )
+    layout.add_argument(
+        "--dtype-bytes",
+        type=_dtype_bytes,
+        default=2,
+        metavar="N",
+        help="bytes a value (default: %(default)s)",
+    )
+    layout.add_argument("--json", type=_new_file, metavar="FILE", help="also write the figures")
+    layout.set_defaults(handler=_bench_layout)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

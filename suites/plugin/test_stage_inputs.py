@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from afd_plugin import ScheduledBatch, merge_stage_outputs, slice_stage_inputs, split_at
 from afd_plugin.errors import AfdError, StageTensorError
-from afd_plugin.stage_inputs import TOKEN_AXIS
+from afd_plugin.stage_inputs import TOKEN_AXIS, TokenAxis
 from afd_testkit.strategies import batches_with_cut
 
 pytestmark = pytest.mark.cpu
@@ -190,3 +190,61 @@ def test_nothing_is_guessed_from_sizes() -> None:
 def test_an_unknown_name_is_refused_even_when_absent() -> None:
     with pytest.raises(StageTensorError, match="intermediate_tensors is no known stage input"):
         slice_stage_inputs(PLAN, intermediate_tensors=None)
+
+
+SCALING_ON_1 = {"llama_4_scaling": TOKEN_AXIS["llama_4_scaling"]._replace(axis=1)}
+
+
+def test_scaling_with_its_tokens_on_axis_1() -> None:
+    scaling = torch.arange(1, 15).reshape(2, 7)
+    stages = slice_stage_inputs(ALIGNED, declared=SCALING_ON_1, llama_4_scaling=scaling)
+    assert stages[0]["llama_4_scaling"].tolist() == [
+        [1, 2, 3, 4, 5, 0, 0, 0],
+        [8, 9, 10, 11, 12, 0, 0, 0],
+    ]
+    assert stages[1]["llama_4_scaling"].tolist() == [[6, 7, 0, 0], [13, 14, 0, 0]]
+    merged = merge_stage_outputs(ALIGNED, stages, declared=SCALING_ON_1)
+    assert merged["llama_4_scaling"].tolist() == [[*row, 0] for row in scaling.tolist()]
+    deep = scaling.reshape(2, 7, 1)
+    (first, _) = slice_stage_inputs(ALIGNED, declared=SCALING_ON_1, llama_4_scaling=deep)
+    assert tuple(first["llama_4_scaling"].shape) == (2, 8, 1)
+
+
+def test_a_declaration_counts_for_one_call() -> None:
+    scaling = torch.zeros(2, 7)
+    slice_stage_inputs(PLAN, declared=SCALING_ON_1, llama_4_scaling=scaling)
+    with pytest.raises(StageTensorError, match=r"llama_4_scaling has shape .*axis 0"):
+        slice_stage_inputs(PLAN, llama_4_scaling=scaling)
+
+
+def test_a_declaration_can_add_an_input() -> None:
+    declared = {"expert_bias": TokenAxis(1, (2,))}
+    first, second = slice_stage_inputs(
+        PLAN, declared=declared, expert_bias=torch.arange(7).reshape(1, 7)
+    )
+    assert first["expert_bias"].tolist() == [[0, 1, 2, 3, 4]]
+    assert second["expert_bias"].tolist() == [[5, 6]]
+
+
+def test_a_declared_axis_that_the_tensor_does_not_have() -> None:
+    with pytest.raises(StageTensorError, match=r"llama_4_scaling is \(7,\); .*on axis 1"):
+        slice_stage_inputs(PLAN, declared=SCALING_ON_1, llama_4_scaling=torch.zeros(7))
+
+
+def test_local_means_nothing_where_tokens_are_not_sharded() -> None:
+    declared = {"positions": TOKEN_AXIS["positions"]._replace(place="local")}
+    positions = torch.arange(7)
+    here = slice_stage_inputs(PLAN, declared=declared, positions=positions)
+    assert [stage["positions"].tolist() for stage in here] == [[0, 1, 2, 3, 4], [5, 6]]
+
+
+def test_what_is_sharded_by_default() -> None:
+    places = {name: where.place for name, where in TOKEN_AXIS.items()}
+    assert places == {
+        "hidden_states": "local",
+        "residual": "local",
+        "inputs_embeds": "global",
+        "input_ids": "global",
+        "positions": "global",
+        "llama_4_scaling": "global",
+    }
