@@ -83,4 +83,3 @@ def install(patches: PatchSet) -> None:
         patches.attribute(module, "new_group", subgroup)
     patches.attribute(dist, "is_hccl_available", lambda: True)
     patches.attribute(c10d.ProcessGroupGloo, "get_hccl_comm_name", _comm_name)
-    patches.later(groups.forget_groups)

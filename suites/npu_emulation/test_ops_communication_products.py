@@ -52,7 +52,6 @@ def products(rank: Rank, rows: int) -> dict[str, list[Any]]:
                     comm_mode="ai_cpu",
                 )  # fmt: skip
         finally:
-            groups.forget_groups()
             del group
     return {
         "whole": whole.tolist(),

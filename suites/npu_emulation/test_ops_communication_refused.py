@@ -128,7 +128,6 @@ def alone(tmp_path: Path) -> Iterator[str]:
         assert dist.group.WORLD is not None
         yield groups.hccl_comm_name(dist.group.WORLD)
     finally:
-        groups.forget_groups()
         dist.destroy_process_group()
 
 
@@ -197,49 +196,44 @@ def refused_everywhere(place: Rank) -> list[str]:
     with place.gloo() as group:
         name = groups.hccl_comm_name(group)
         del group
-        try:
-            messages = [
-                refusal(
-                    dispatch,
-                    x.expand(tokens, 32),
-                    torch.tensor([chosen] * tokens, dtype=torch.int32),
-                    name,
-                    world,
-                    rank,
-                    8,
-                    x_active_mask=mask,
-                    global_bs=global_bs,
-                )
-                for tokens, chosen, mask, global_bs in (
-                    (2, [0, 9 if rank else 1], None, 0),
-                    (two_or_three, [0, 1], None, 0),
-                    (two_or_three, [0, 1], None, 5),
-                    (two_or_three, [0, 1], torch.ones(two_or_three, dtype=torch.bool), 6),
-                )
-            ]
-            for told_rank, experts in ((rank, 5), (1 - rank, 8)):
-                messages.append(
-                    refusal(
-                        v2.npu_moe_distribute_dispatch_v2, x, ids, name, world, told_rank, experts
-                    )
-                )
-            counts, origin = torch.full((8,), 9), torch.zeros(512, dtype=torch.int32)
-            messages.append(
-                refusal(
-                    v2.npu_moe_distribute_combine_v2,
-                    x.expand(4, 32),
-                    ids,
-                    origin,
-                    counts,
-                    torch.ones(1, 2),
-                    name,
-                    world,
-                    rank,
-                    8,
-                )
+        messages = [
+            refusal(
+                dispatch,
+                x.expand(tokens, 32),
+                torch.tensor([chosen] * tokens, dtype=torch.int32),
+                name,
+                world,
+                rank,
+                8,
+                x_active_mask=mask,
+                global_bs=global_bs,
             )
-        finally:
-            groups.forget_groups()
+            for tokens, chosen, mask, global_bs in (
+                (2, [0, 9 if rank else 1], None, 0),
+                (two_or_three, [0, 1], None, 0),
+                (two_or_three, [0, 1], None, 5),
+                (two_or_three, [0, 1], torch.ones(two_or_three, dtype=torch.bool), 6),
+            )
+        ]
+        for told_rank, experts in ((rank, 5), (1 - rank, 8)):
+            messages.append(
+                refusal(v2.npu_moe_distribute_dispatch_v2, x, ids, name, world, told_rank, experts)
+            )
+        counts, origin = torch.full((8,), 9), torch.zeros(512, dtype=torch.int32)
+        messages.append(
+            refusal(
+                v2.npu_moe_distribute_combine_v2,
+                x.expand(4, 32),
+                ids,
+                origin,
+                counts,
+                torch.ones(1, 2),
+                name,
+                world,
+                rank,
+                8,
+            )
+        )
     return messages
 
 
@@ -268,26 +262,23 @@ def relaxed_calls(place: Rank) -> list[list[int]]:
     with place.gloo() as group, relaxed("dtype", "layout", "alignment"):
         name = groups.hccl_comm_name(group)
         del group
-        try:
-            return [
-                v2.npu_moe_distribute_dispatch_v2(
-                    x, ids, name, world, rank, 8, x_active_mask=mask, global_bs=global_bs
-                )[3].tolist()
-                for x, ids, mask, global_bs in (
-                    (torch.ones(2, 32), pairs.long(), None, 0),
-                    (torch.ones(2, 5).half(), pairs, None, 0),
-                    (torch.ones(2, 32).half(), pairs, torch.tensor([False, True]), 0),
-                    (
-                        torch.ones(2 - rank, 32).half(),
-                        pairs[rank:],
-                        torch.ones(2 - rank, dtype=torch.bool),
-                        4,
-                    ),
-                    (torch.ones(513, 32).half(), pairs[:1].expand(513, 2), None, 0),
-                )
-            ]
-        finally:
-            groups.forget_groups()
+        return [
+            v2.npu_moe_distribute_dispatch_v2(
+                x, ids, name, world, rank, 8, x_active_mask=mask, global_bs=global_bs
+            )[3].tolist()
+            for x, ids, mask, global_bs in (
+                (torch.ones(2, 32), pairs.long(), None, 0),
+                (torch.ones(2, 5).half(), pairs, None, 0),
+                (torch.ones(2, 32).half(), pairs, torch.tensor([False, True]), 0),
+                (
+                    torch.ones(2 - rank, 32).half(),
+                    pairs[rank:],
+                    torch.ones(2 - rank, dtype=torch.bool),
+                    4,
+                ),
+                (torch.ones(513, 32).half(), pairs[:1].expand(513, 2), None, 0),
+            )
+        ]
 
 
 def test_relaxed_limits_let_the_exchange_happen() -> None:
