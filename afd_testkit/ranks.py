@@ -252,7 +252,7 @@ def run_ranks(
     world_size: int,
     function: Callable[..., Result],
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     grace: float = 5.0,
     env: Mapping[str, str] | None = None,
 ) -> list[Result]:
