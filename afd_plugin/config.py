@@ -11,6 +11,10 @@ from afd_plugin.errors import OptionTypeError, OptionValueError, TooManyUbatches
 Policy = Literal["request", "token"]
 POLICIES: tuple[Policy, ...] = ("request", "token")
 
+# Where a connector has options of its own, the field gives these beside them.
+EXTRA = "connector_extra_config"
+EXTRA_OPTIONS = ("async_moe_ubatching", "async_moe_num_ubatches", "async_moe_split")
+
 _NOUN = {bool: "true or false", int: "a whole number", str: "a string"}
 
 
@@ -21,7 +25,8 @@ def _is(value: object, kind: type) -> bool:
 
 @dataclass(frozen=True)
 class AFDConfig:
-    """Options of the two-stage split.
+    """Options of the two-stage split; the first three may also stand in
+    ``connector_extra_config``.
 
     ``async_moe_ubatching``: split eligible prefill steps at all.
     ``async_moe_num_ubatches``: stages a step; only 2.
@@ -97,6 +102,7 @@ class AFDConfig:
                 f'additional_config["afd"] is {options!r} ({type(options).__name__}); '
                 'it must be a mapping of options, for example {"async_moe_ubatching": true}.'
             )
+        options = _with_extra(options)
         known = [option.name for option in fields(cls)]
         unknown = sorted((key for key in options if key not in known), key=str)
         if unknown:
@@ -104,7 +110,7 @@ class AFDConfig:
             raise UnknownOption(
                 f'additional_config["afd"] sets {given}: '
                 f"unknown key(s) {', '.join(map(str, unknown))}; "
-                f"known keys: {', '.join(known)}. Remove or correct them."
+                f"known keys: {', '.join([*known, EXTRA])}. Remove or correct them."
             )
         return cls(**cast(Mapping[str, Any], options))
 
@@ -123,3 +129,32 @@ class AFDConfig:
                 "Write it in lower case."
             )
         return cls.from_options(additional_config.get("afd"))
+
+
+def _with_extra(options: Mapping[Any, Any]) -> dict[Any, Any]:
+    """``options`` with those of its ``connector_extra_config`` in their place.
+
+    Raises :class:`OptionTypeError`, :class:`UnknownOption`, or :class:`OptionValueError` where
+    both places name an option and differ.
+    """
+    found = dict(options)
+    extra = found.pop(EXTRA, {})
+    place = f'additional_config["afd"]["{EXTRA}"]'
+    if not isinstance(extra, Mapping):
+        raise OptionTypeError(
+            f"{place} is {extra!r} ({type(extra).__name__}); it must be a mapping of options, for "
+            'example {"async_moe_split": "token"}.'
+        )
+    unknown = sorted((key for key in extra if key not in EXTRA_OPTIONS), key=str)
+    if unknown:
+        raise UnknownOption(
+            f"{place} sets {', '.join(f'{key} = {extra[key]!r}' for key in unknown)}; known there "
+            f"are {', '.join(EXTRA_OPTIONS)}. Remove or correct them."
+        )
+    for key, value in extra.items():
+        if key in found and found[key] != value:
+            raise OptionValueError(
+                f"{key} is {value!r} in {place} and {found[key]!r} beside it; give it in one place."
+            )
+        found[key] = value
+    return found

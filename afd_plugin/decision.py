@@ -14,6 +14,7 @@ from afd_plugin.batch import ScheduledBatch
 from afd_plugin.config import AFDConfig
 from afd_plugin.hazards import KVGroup, KVHazard
 from afd_plugin.plan import SplitPlan, Unsplit, plan_split
+from afd_plugin.topology import ONE_RANK, Topology, unsupported_sizes
 
 __all__ = ["KVGroup", "StepDecision", "StepEvidence", "decide_step"]
 
@@ -114,14 +115,23 @@ class StepDecision:
 
 
 def decide_step(
-    batch: ScheduledBatch, config: AFDConfig, kv_groups: Sequence[KVGroup]
+    batch: ScheduledBatch,
+    config: AFDConfig,
+    kv_groups: Sequence[KVGroup],
+    topology: Topology = ONE_RANK,
 ) -> StepDecision:
     """Plan a step, look for hazards in every KV-cache group, and move the cut or give it up.
+
+    ``topology``: as the runtime has it in this step; where it does not support a split the step
+    runs whole.
 
     Raises :class:`~afd_plugin.errors.KVLayoutError` when a group does not fit the batch.
     """
     if not config.async_moe_ubatching:
         return StepDecision(Unsplit(batch, "disabled", "async_moe_ubatching is off"))
+    if sizes := unsupported_sizes(topology):
+        detail = ", ".join(f"{name} is {size}" for name, size in sizes.items())
+        return StepDecision(Unsplit(batch, "topology", detail))
     plan = plan_split(
         batch,
         policy=config.async_moe_split,

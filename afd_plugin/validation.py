@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from afd_plugin import errors as e
 from afd_plugin.config import AFDConfig
 from afd_plugin.errors import UnsupportedSetup
+from afd_plugin.topology import Topology, unsupported_sizes
 
 MLA_BUILDER = "vllm_ascend.attention.mla_v1.AscendMLAMetadataBuilder"
 # Backends, by name or by their metadata builder, that handle a request that begins with context,
@@ -37,6 +38,7 @@ class Setup:
 
     ``proved_parallel``: kinds of parallelism, of ``tensor`` and ``data``, that this engine's
     gates cover.  ``chunked_prefill``: whether the scheduler may give a request's prompt in chunks.
+    ``sharded_tokens``: tokens are sharded over the TP ranks (FlashComm1).
     ``uncovered_options``: options of the engine that are on and that no gate covers.
     """
 
@@ -61,8 +63,20 @@ class Setup:
     kv_sharing_fast_prefill: bool
     attention_backends: tuple[str, ...]
     proved_parallel: tuple[str, ...] = ()
+    sharded_tokens: bool = False
     chunked_prefill: bool = True
     uncovered_options: tuple[str, ...] = ()
+
+    @property
+    def topology(self) -> Topology:
+        """What decides whether a step may be split."""
+        return Topology(
+            self.prefill_context_parallel_size,
+            self.decode_context_parallel_size,
+            self.tensor_parallel_size,
+            tokens_sharded=self.sharded_tokens,
+            whole_tokens_proved="tensor" in self.proved_parallel,
+        )
 
 
 @dataclass(frozen=True)
@@ -88,6 +102,11 @@ def _chunked_context(value: object) -> bool:
     )
 
 
+def _size(name: str) -> Callable[[Setup, AFDConfig], object]:
+    """A size of the topology where it is not supported, else 1."""
+    return lambda setup, config: unsupported_sizes(setup.topology).get(name, 1)
+
+
 def _unproved(kind: str, size: int, setup: Setup) -> int:
     """``size``, or 1 where this engine's gates cover that kind of parallelism."""
     return 1 if kind in setup.proved_parallel else size
@@ -104,8 +123,8 @@ def _drops_context(setup: Setup) -> bool:
 # In the order in which they are judged.
 _EVERY_SPLIT = (
     _Check(e.AttentionSideGate, lambda s, c: c.compute_gate_on_attention, _off),
-    _Check(e.PrefillContextParallel, lambda s, c: s.prefill_context_parallel_size, _one),
-    _Check(e.DecodeContextParallel, lambda s, c: s.decode_context_parallel_size, _one),
+    _Check(e.PrefillContextParallel, _size("prefill_context_parallel_size"), _one),
+    _Check(e.DecodeContextParallel, _size("decode_context_parallel_size"), _one),
     _Check(e.SpeculativeDecoding, lambda s, c: s.speculative_method, _off),
     _Check(e.CapturedGraph, lambda s, c: s.cudagraph_mode, lambda v: v == "NONE"),
     _Check(e.CompiledModel, lambda s, c: s.compilation_mode, lambda v: v == "NONE"),
@@ -115,7 +134,7 @@ _EVERY_SPLIT = (
     _Check(e.EncoderDecoder, lambda s, c: s.encoder_decoder, _off),
     _Check(e.RecurrentState, lambda s, c: s.recurrent_state, _off),
     _Check(e.PoolingRunner, lambda s, c: s.runner_type, lambda v: v == "generate"),
-    _Check(e.TensorParallel, lambda s, c: _unproved("tensor", s.tensor_parallel_size, s), _one),
+    _Check(e.TensorParallel, _size("tensor_parallel_size"), _one),
     _Check(e.DataParallel, lambda s, c: _unproved("data", s.data_parallel_size, s), _one),
     _Check(e.PipelineParallel, lambda s, c: s.pipeline_parallel_size, _one),
     _Check(e.SequenceParallelMoE, lambda s, c: s.sequence_parallel_moe, _off),

@@ -111,6 +111,7 @@ def read_setup(vllm_config: VllmConfig) -> Setup:
         attention_backends=(_attention_builder(vllm_config),),
         # With sharded tokens every DP rank is padded to the longest, and stages are not yet.
         proved_parallel=("tensor",) if ascend.enable_flashcomm1 else ("tensor", "data"),
+        sharded_tokens=bool(ascend.enable_flashcomm1),
         chunked_prefill=bool(vllm_config.scheduler_config.enable_chunked_prefill),
         uncovered_options=tuple(name for name, on in _UNCOVERED.items() if on(ascend)),
     )

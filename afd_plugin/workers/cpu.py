@@ -58,7 +58,10 @@ class AFDCPUModelRunner(TwoStageRunnerMixin, CPUModelRunner):  # type: ignore[mi
         if step is None or slot_mappings is None:
             return build()
         step.decision = decide_step(
-            self._afd_batch(num_reqs), self.afd_config, self._afd_kv_groups(slot_mappings)
+            self._afd_batch(num_reqs),
+            self.afd_config,
+            self._afd_kv_groups(slot_mappings),
+            self.afd_topology,
         )
         return self._afd_build(step, build, StageBuilders)
 

@@ -28,6 +28,7 @@ from afd_plugin.context import AttributeSlot, replaced
 from afd_plugin.decision import StepDecision, decide_step
 from afd_plugin.layout import Layout
 from afd_plugin.plan import SplitPlan
+from afd_plugin.topology import Topology
 from afd_plugin.validation import validate_backends
 from afd_plugin.workers.runner import TwoStageRunnerMixin
 from afd_plugin.workers.worker import TwoStageWorkerMixin
@@ -38,9 +39,9 @@ _ROWS = struct.Struct("<qq")  # of stage 0 and of stage 1
 class AFDNPUModelRunner(TwoStageRunnerMixin, NPUModelRunner):  # type: ignore[misc]
     """The NPU model runner, able to run a step as two stages."""
 
-    def afd_start(self, config: AFDConfig) -> None:
+    def afd_start(self, config: AFDConfig, topology: Topology) -> None:
         """Take the checked configuration, and meet the other ranks of the TP and DP groups."""
-        super().afd_start(config)
+        super().afd_start(config, topology)
         self._afd_caches = StageCaches()
         self._afd_tp = _agreement("tp", get_tp_group())
         self._afd_dp = _agreement("dp", get_dp_group())
@@ -69,7 +70,8 @@ class AFDNPUModelRunner(TwoStageRunnerMixin, NPUModelRunner):  # type: ignore[mi
         Raises subclasses of :class:`~afd_plugin.errors.AgreementError` on every rank.
         """
         layout = self._afd_layout()
-        alignment = lcm(self.afd_config.async_moe_token_alignment, layout.alignment)
+        topology = replace(self.afd_topology, tokens_sharded=layout.sharded)
+        alignment = lcm(self.afd_config.async_moe_token_alignment, topology.token_alignment)
         tables = self.input_batch.block_table.block_tables
         try:
             decision = decide_step(
@@ -78,6 +80,7 @@ class AFDNPUModelRunner(TwoStageRunnerMixin, NPUModelRunner):  # type: ignore[mi
                 self._afd_kv_groups(
                     {index: table.slot_mapping.gpu for index, table in enumerate(tables)}
                 ),
+                topology,
             )
         except Exception as error:
             if self._afd_tp is not None:

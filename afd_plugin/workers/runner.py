@@ -27,6 +27,7 @@ from afd_plugin.decision import KVGroup, StepDecision
 from afd_plugin.errors import StageTensorError
 from afd_plugin.plan import SplitPlan
 from afd_plugin.stage_inputs import StageInputs
+from afd_plugin.topology import Topology
 
 # Steps whose evidence is kept until it is taken; a server that nobody asks must not grow.
 EVIDENCE_STEPS = 4096
@@ -45,9 +46,10 @@ class _Step:
 class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
     """The common part of runners; ``afd_start`` is called once after construction."""
 
-    def afd_start(self, config: AFDConfig) -> None:
-        """Take the checked configuration; nothing is split before."""
+    def afd_start(self, config: AFDConfig, topology: Topology) -> None:
+        """Take the checked configuration and topology; nothing is split before."""
         self.afd_config = config
+        self.afd_topology = topology
         self._afd_step: _Step | None = None
         self._afd_evidence: deque[dict[str, Any]] = deque(maxlen=EVIDENCE_STEPS)
 

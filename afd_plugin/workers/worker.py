@@ -36,7 +36,7 @@ class TwoStageWorkerMixin:
     def afd_attach(self) -> None:
         """Start the runner that ``init_device`` built."""
         if self._afd_splits():
-            self.model_runner.afd_start(self._afd_config)
+            self.model_runner.afd_start(self._afd_config, self._afd_setup.topology)
         elif self._afd_config.async_moe_ubatching:
             raise UpstreamDrift(
                 f"{type(self).__qualname__}.init_device built a "

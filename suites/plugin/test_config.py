@@ -184,3 +184,36 @@ def test_more_than_two_stages_has_a_class_of_its_own(
 def test_options_under_a_misspelt_key_are_not_silently_ignored(key: str) -> None:
     with pytest.raises(UnknownOption, match=f"'{key}'.*'afd'"):
         AFDConfig.from_additional_config({key: {"async_moe_ubatching": True}})
+
+
+EXTRA = "connector_extra_config"
+
+
+def test_options_of_the_connector_extra_config() -> None:
+    extra = {"async_moe_ubatching": True, "async_moe_num_ubatches": 2, "async_moe_split": "token"}
+    assert AFDConfig.from_options({EXTRA: extra}) == AFDConfig(True, 2, "token")
+    assert AFDConfig.from_options({EXTRA: {}}) == AFDConfig()
+    both = {"async_moe_split": "token", "async_moe_min_tokens": 9, EXTRA: extra}
+    assert AFDConfig.from_options(both) == AFDConfig(True, 2, "token", async_moe_min_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({EXTRA: "token"}, OptionTypeError, "is 'token' (str); it must be a mapping"),
+        ({EXTRA: None}, OptionTypeError, "is None (NoneType)"),
+        ({EXTRA: {"dynamicQuant": 1}}, UnknownOption, "sets dynamicQuant = 1; known there are asy"),
+        ({EXTRA: {"async_moe_ubatching": "true"}}, OptionTypeError, "it must be true or false"),
+        ({EXTRA: {"async_moe_num_ubatches": 3}}, TooManyUbatches, "is 3"),
+        (
+            {"async_moe_split": "request", EXTRA: {"async_moe_split": "token"}},
+            OptionValueError,
+            "async_moe_split is 'token' in",
+        ),
+    ],
+)
+def test_refused_connector_extra_config(options: Any, kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind) as caught:
+        AFDConfig.from_options(options)
+    assert type(caught.value) is kind
+    assert said in str(caught.value)

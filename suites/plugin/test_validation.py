@@ -203,6 +203,12 @@ def test_parallelism_that_an_engines_gates_cover(
     assert type(refusal(with_(**{field: 2}), TOKEN)) is refusal_of_it
 
 
+def test_tokens_that_are_sharded_over_the_ranks() -> None:
+    quiet(with_(tensor_parallel_size=4, sharded_tokens=True), TOKEN)
+    refused = refusal(with_(tensor_parallel_size=4, sharded_tokens=False), TOKEN)
+    assert type(refused) is errors.TensorParallel
+
+
 def test_every_refusal_is_reached_above() -> None:
     reached = {kind for kind, _, _ in FACTS} | {
         errors.AttentionBackendUnsupported,
@@ -214,7 +220,7 @@ def test_every_refusal_is_reached_above() -> None:
 
 def test_every_fact_of_a_setup_is_judged() -> None:
     judged = {field for _, field, _ in FACTS}
-    judged |= {"attention_backends", "chunked_prefill", "proved_parallel"}
+    judged |= {"attention_backends", "chunked_prefill", "proved_parallel", "sharded_tokens"}
     assert judged == {field.name for field in dataclasses.fields(Setup)}
 
 
