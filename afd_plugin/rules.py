@@ -302,8 +302,8 @@ def attention_state(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
     ``value``: a member of ``AscendAttentionState``.  The step's state says of a stage neither
     more nor less than of the step: the second piece of a fresh prompt has context, and a kernel
     told ``PrefillNoCache`` would not look for it.  A stage without context is
-    ``PrefillNoCache``; a stage of decodes only is ``DecodeOnly``; any other reads its context
-    through the block table, ``ChunkedPrefill``, or ``PrefillCacheHit`` where the step does.
+    ``PrefillNoCache``; a stage of decodes of one token each is ``DecodeOnly``; any other reads its
+    context through the block table, ``ChunkedPrefill``, or ``PrefillCacheHit`` where the step does.
     """
     states = type(value)
     if value is states["SpecDecoding"]:
@@ -320,7 +320,7 @@ def attention_state(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
         has_context = bool(batch.num_computed_tokens[rows].any()) or (index == 1 and pieces.owed)
         if not has_context:
             found.append(states["PrefillNoCache"])
-        elif not batch.is_prefilling[rows].any():
+        elif pieces.max_query_len[index] == 1 and not batch.is_prefilling[rows].any():
             found.append(states["DecodeOnly"])
         else:
             found.append(general)
