@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from afd_testkit import emulate
+
 DEFAULT_REQUESTS = (1, 8, 64, 512, 4096)
 DEFAULT_RUNS = 500
 DEFAULT_TOKENS = (4096, 8192, 16_384, 32_768, 65_536)
@@ -138,6 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="afd-testkit", description="Tools beside the gates, which pytest runs."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    emulate.add_parser(commands)
     bench = commands.add_parser("bench", help="measure", description="Measure; judge nothing.")
     subjects = bench.add_subparsers(title="subjects", metavar="SUBJECT", required=True)
     split = subjects.add_parser(

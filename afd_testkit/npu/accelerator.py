@@ -10,9 +10,10 @@ from afd_testkit.npu import device, streams
 from afd_testkit.npu.device import EmulatedDevices
 from afd_testkit.npu.patches import PatchSet
 from afd_testkit.npu.redirect import is_npu_name
+from afd_testkit.npu.settings import CANN_VERSION
 
 
-class HostGenerator(torch.Generator):
+class HostGenerator(torch.Generator):  # type: ignore[misc]
     """``torch.Generator`` that takes the NPU for the CPU."""
 
     def __new__(cls, device: Any = "cpu") -> HostGenerator:
@@ -51,7 +52,7 @@ def install(patches: PatchSet, devices: EmulatedDevices) -> None:
     patches.attribute(torch, "Generator", HostGenerator)
     patches.attribute(torch, "Stream", streams.Stream)
     patches.attribute(torch, "Event", streams.Event)
-    patches.attribute(torch.version, "cann", "emulated")
+    patches.attribute(torch.version, "cann", CANN_VERSION)
     patches.attribute(torch.Tensor, "record_stream", streams.record_stream)
     patches.attribute(torch.Tensor, "npu", _npu)
     patches.attribute(torch.nn.Module, "npu", _npu)

@@ -88,7 +88,12 @@ def install_closed(patches: PatchSet, modules: Mapping[str, ModuleType]) -> None
     finder = ClosedModules(modules)
     sys.meta_path.insert(0, finder)
     patches.later(lambda: sys.meta_path.remove(finder))
-    patches.later(lambda: [sys.modules.pop(name, None) for name in modules])  # type: ignore[arg-type, func-returns-value]
+
+    def forget() -> None:
+        for name in modules:
+            sys.modules.pop(name, None)
+
+    patches.later(forget)
 
 
 def install_adjustments(patches: PatchSet, adjustments: Mapping[str, Adjust]) -> None:

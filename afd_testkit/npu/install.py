@@ -35,7 +35,7 @@ class Emulation:
         modules = tree.build(self.devices)
         finder.install_closed(self._patches, modules)
         self._patches.attribute(torch, "npu", modules["torch.npu"])
-        self._patches.entry(sys.modules, "torch.npu", modules["torch.npu"])  # type: ignore[arg-type]
+        self._patches.entry(sys.modules, "torch.npu", modules["torch.npu"])
 
     def add_device(self) -> None:
         """Device, operators, collectives, and the hooks that threads and other modules need."""

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from afd_testkit.npu.errors import NotEmulated, describe_call
 
-FAMILIES = ("attention", "cache", "norm", "rotary", "linear", "moe", "communication")
+FAMILIES = ("attention", "sparse", "cache", "norm", "rotary", "linear", "moe", "communication")
 NAMESPACES = {"torch_npu": "npu", "torch_npu.atb": "atb", "_C_ascend": "_C_ascend"}
 
 Reference = TypeVar("Reference", bound=Callable[..., Any])

@@ -7,6 +7,7 @@ inherits the environment, most of which never import torch.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,8 @@ HERE = Path(__file__).parent
 STARTUP = HERE / "startup"
 #: Holds the ``npu-smi`` stand-in.
 COMMANDS = HERE / "bin"
+#: Variable with the interpreter that the stand-in runs on; ``python3`` on PATH may be any.
+PYTHON = "AFD_NPU_PYTHON"
 
 
 def emulated_environment(
@@ -37,6 +40,7 @@ def emulated_environment(
         **settings.as_environment(),
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
         "PATH": os.pathsep.join([str(COMMANDS), *_parts(base.get("PATH", os.defpath))]),
+        PYTHON: sys.executable,
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         "TORCHDYNAMO_DISABLE": base.get("TORCHDYNAMO_DISABLE", "1"),
     }
@@ -56,5 +60,3 @@ def install_with_torch() -> None:
             install()
 
     install_adjustments(PatchSet(), {"torch": install_now})
-
-

@@ -38,7 +38,7 @@ def _here(value: Any) -> Any:
     return _CPU if is_npu_name(value) else value
 
 
-class RedirectMode(TorchFunctionMode):
+class RedirectMode(TorchFunctionMode):  # type: ignore[misc]
     """Active on every thread of an emulated process, and inside bodies of custom operators."""
 
     def __torch_function__(

@@ -15,6 +15,19 @@ from afd_testkit.npu.errors import EmulationError
 #: ``1`` in processes that run on the emulated NPU; device evidence cannot come from them.
 EMULATED = "AFD_NPU_EMULATED"
 PREFIX = "AFD_NPU_"
+#: What ``torch.version.cann`` says: the version that vLLM-Ascend 0.23.0's own images install.
+CANN_VERSION = "9.1.0"
+
+
+#: What no run on the emulated NPU can show, and every report of one says.
+CANNOT_SHOW = (
+    "races and ordering faults that the stream checker does not see (all of them with it off)",
+    "device precision: rounding between steps, reduction order, formats such as HF32 and NZ",
+    "graph capture and replay, compiled graphs, triton kernels",
+    "memory: capacity, fragmentation, what a cache could hold",
+    "speed: neither kernels nor communication take the time that they take on a device",
+    "limits of kernels, drivers and HCCL that their documentation does not state",
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +92,9 @@ class EmulationSettings:
 
     def as_environment(self) -> dict[str, str]:
         """The variables that carry these settings to a child process."""
-        carried = {PREFIX + field.name.upper(): str(getattr(self, field.name)) for field in fields(self)}
+        carried = {
+            PREFIX + field.name.upper(): str(getattr(self, field.name)) for field in fields(self)
+        }
         return {EMULATED: "1", **carried}
 
 

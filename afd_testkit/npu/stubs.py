@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.resources
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, wraps
 from types import ModuleType
 from typing import Any
 
@@ -27,8 +27,29 @@ def known_lines(module: str) -> tuple[str, ...]:
 
 
 def known_names(module: str) -> frozenset[str]:
-    """Names of functions that the real ``module`` has."""
-    return frozenset(line.partition("(")[0] for line in known_lines(module))
+    """Names of functions that the real ``module`` has, without overloads."""
+    names = (line.partition("(")[0] for line in known_lines(module))
+    return frozenset(name for name in names if "." not in name)
+
+
+def with_overloads(module: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as ``module.name``, with the overloads that the real one has as attributes.
+
+    ``default`` is the function itself; any other is known and refused.
+    """
+    listed = (line.partition("(")[0].split(".") for line in known_lines(module))
+    overloads = [parts[1] for parts in listed if len(parts) == 2 and parts[0] == name]
+    if not overloads:
+        return function
+
+    @wraps(function)
+    def packet(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    for overload in overloads:
+        setattr(packet, overload, operators.refused(f"{module}.{name}.{overload}"))
+    packet.default = function  # type: ignore[attr-defined]
+    return packet
 
 
 class ClosedModule(ModuleType):
@@ -43,11 +64,13 @@ class ClosedModule(ModuleType):
         self.__file__ = None
         self.__dict__.update(contents)
         self.__dict__["_afd_known"] = frozenset(known)
+        self.__dict__["_afd_contents"] = frozenset(contents)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__["_afd_known"]:
             # Kept, so that the name is one object: classes are compared by identity.
-            return self.__dict__.setdefault(name, operators.refused(f"{self.__name__}.{name}"))
+            refused = operators.refused(f"{self.__name__}.{name}")
+            return self.__dict__.setdefault(name, refused)
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise UnknownName(
@@ -55,5 +78,11 @@ class ClosedModule(ModuleType):
             "version that it emulates. `afd-testkit emulate --list` shows what there is."
         )
 
+    def refused_names(self) -> list[str]:
+        """The known names that nothing here answers for."""
+        contents = self.__dict__["_afd_contents"]
+        return sorted(self.__dict__["_afd_known"] - contents)
+
     def __dir__(self) -> list[str]:
-        return sorted({*self.__dict__, *self.__dict__["_afd_known"]} - {"_afd_known"})
+        own = {"_afd_known", "_afd_contents"}
+        return sorted({*self.__dict__, *self.__dict__["_afd_known"]} - own)

@@ -13,7 +13,7 @@ import torch
 from afd_testkit.npu import device, operators, streams
 from afd_testkit.npu.collectives import ProcessGroupHCCL
 from afd_testkit.npu.device import EmulatedDevices
-from afd_testkit.npu.stubs import ClosedModule, known_names
+from afd_testkit.npu.stubs import ClosedModule, known_names, with_overloads
 
 #: Version of torch_npu whose names and schemas are emulated.
 TORCH_NPU_VERSION = "2.10.0"
@@ -46,11 +46,12 @@ class InterpolationMode(enum.Enum):
 def _reference_functions(prefix: str) -> dict[str, Any]:
     """References reached as ``prefix.NAME``."""
     table = operators.load()
-    return {
-        name.removeprefix(f"{prefix}."): operator.function
+    functions = {
+        name.rpartition(".")[2]: operator.function
         for name, operator in table.items()
         if name.rpartition(".")[0] == prefix
     }
+    return {name: with_overloads(prefix, name, function) for name, function in functions.items()}
 
 
 def npu_module(devices: EmulatedDevices) -> ClosedModule:
@@ -60,8 +61,19 @@ def npu_module(devices: EmulatedDevices) -> ClosedModule:
         for name in vars(EmulatedDevices)
         if not name.startswith("_") and name != "index_of"
     }
+    memory_calls = {
+        "empty_cache": device.nothing,
+        "memory_allocated": device.zero_bytes,
+        "max_memory_allocated": device.zero_bytes,
+        "memory_reserved": device.zero_bytes,
+        "max_memory_reserved": device.zero_bytes,
+        "memory_stats": devices.memory_stats,
+        "reset_peak_memory_stats": device.nothing,
+    }
     memory = ClosedModule(
-        "torch.npu.memory", {"use_mem_pool": device.no_pool}, known_names("torch_npu.npu")
+        "torch.npu.memory",
+        {**memory_calls, "use_mem_pool": device.no_pool},
+        known_names("torch_npu.npu.memory"),
     )
     return ClosedModule(
         "torch.npu",
@@ -70,17 +82,12 @@ def npu_module(devices: EmulatedDevices) -> ClosedModule:
             **{name: vars(streams)[name] for name in streams.__all__},
             "memory": memory,
             "config": SimpleNamespace(allow_internal_format=False),
-            "empty_cache": device.nothing,
+            **memory_calls,
             "set_compile_mode": device.nothing,
-            "reset_peak_memory_stats": device.nothing,
             "manual_seed": torch.manual_seed,
             "manual_seed_all": torch.manual_seed,
             "get_rng_state": torch.get_rng_state,
             "set_rng_state": torch.set_rng_state,
-            "memory_allocated": device.zero_bytes,
-            "max_memory_allocated": device.zero_bytes,
-            "memory_reserved": device.zero_bytes,
-            "max_memory_reserved": device.zero_bytes,
             "is_current_stream_capturing": lambda: False,
             "is_bf16_supported": lambda: True,
         },
@@ -123,8 +130,8 @@ def build(devices: EmulatedDevices) -> Mapping[str, ModuleType]:
     add("torch_npu.atb", _reference_functions("torch_npu.atb"), known_names("torch_npu.atb"))
     add("torch_npu._C", {"_NPUTaskGroupHandle": type("_NPUTaskGroupHandle", (), {})})
     add("torch_npu._C._distributed_c10d", {"ProcessGroupHCCL": ProcessGroupHCCL})
-    add("torch_npu.profiler", {}, ("profile", "tensorboard_trace_handler", "_ExperimentalConfig"))
-    add("torch_npu.profiler.dynamic_profile", {}, ("init", "step"))
+    add("torch_npu.profiler", {}, known_names("torch_npu.profiler"))
+    add("torch_npu.profiler.dynamic_profile", {}, ("init", "step", "start"))
     add("torch_npu._inductor", {})
     add("torch_npu.op_plugin", {})
     add("torch_npu.op_plugin.atb", {})
