@@ -26,6 +26,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from afd_testkit.device_evidence import DEVICE_COMMAND, distinct_facts, why_no_device
 from afd_testkit.own_code import Relation
 from afd_testkit.results import CheckResult
 from afd_testkit.results_folder import (
@@ -103,6 +104,7 @@ def build_record(run: RunInfo, checks: Sequence[CheckResult]) -> dict[str, Any]:
         "versions": run.versions,
         "machine": asdict(run.machine),
         "topology": asdict(run.topology),
+        "emulated_npu": [],
         "configuration": run.configuration,
         "seeds": run.seeds,
         "not_run": [asdict(item) for item in run.not_run],
@@ -112,7 +114,13 @@ def build_record(run: RunInfo, checks: Sequence[CheckResult]) -> dict[str, Any]:
         "verdict_reasons": judgement.reasons,
     }
     plain: dict[str, Any] = _plain(record)
+    plain["emulated_npu"] = _emulated(plain)
     return plain
+
+
+def _emulated(record: Mapping[str, Any]) -> list[Any]:
+    """The emulations that the checks of a record tell of, each once."""
+    return distinct_facts(check["facts"] for check in record["checks"])
 
 
 def _plain(value: Any) -> Any:
@@ -217,10 +225,12 @@ def _serialize(record: Mapping[str, Any]) -> bytes:
     return ("{\n" + ",\n".join(fields) + "\n}\n").encode("ascii")
 
 
-def load_record(path: Path) -> dict[str, Any]:
+def load_record(path: Path, *, device: bool = False) -> dict[str, Any]:
     """Read a record and check it: its schema, and that it does not contradict itself.
 
-    Raises :class:`RecordError` naming the file and, inside it, the JSON path.
+    With ``device`` every check must have run on a real device; those that were skipped do not
+    count.  Raises :class:`RecordError` naming the file and the JSON path inside it, or what ran
+    elsewhere.
     """
     try:
         text = path.read_text("utf-8")
@@ -241,6 +251,11 @@ def load_record(path: Path) -> dict[str, Any]:
     problem = _problem(record) or _contradiction(record)
     if problem:
         raise RecordError(f"{str(path)!r} is not a valid record, {problem}")
+    if device and (elsewhere := why_no_device(record)):
+        raise RecordError(
+            f"{str(path)!r} is no device evidence: {elsewhere}. Run `{DEVICE_COMMAND}` on a host "
+            "with torch-npu and NPUs and use its record; see docs/devices.md"
+        )
     loaded: dict[str, Any] = record
     return loaded
 
@@ -250,13 +265,16 @@ def _refuse_constant(name: str) -> None:
 
 
 def _contradiction(record: Mapping[str, Any]) -> str:
-    """Where commit, outcomes, summary and verdict contradict each other; empty if they do not."""
+    """Where commit, outcomes, emulation, summary and verdict contradict each other, if they do."""
     commit, checkout = record["source"]["commit"], record["code"]["checkout"]
     if (commit is None) != (checkout in (Relation.DIFFERS, Relation.NONE)):
         return f"at $.source.commit: {commit!r}, but $.code.checkout is {checkout!r}"
     for number, check in enumerate(record["checks"]):
         if check["outcome"] == "passed" and not all(c["ok"] for c in check["comparisons"]):
             return f"at $.checks[{number}].outcome: 'passed', but a comparison is not ok"
+    emulated = _emulated(record)
+    if record["emulated_npu"] != emulated:
+        return f"at $.emulated_npu: {record['emulated_npu']}, but the checks give {emulated}"
     outcomes = [check["outcome"] for check in record["checks"]]
     summary = record["summary"]
     for name, count in summary.items():

@@ -42,9 +42,10 @@ def printable(text: str) -> str:
 
 
 def title(check: CheckResult) -> str:
-    """Which check: gate, model and dtype, engine, case, variant."""
+    """Which check: gate, model, dtype and topology, engine, case, variant."""
     engine = "" if check.engine == NO_ENGINE else check.engine
-    parts = (check.gate, f"{check.model} {check.dtype}", engine, check.case, check.variant)
+    subject = " ".join(part for part in (check.model, check.dtype, check.topology) if part)
+    parts = (check.gate, subject, engine, check.case, check.variant)
     return printable(" · ".join(part.strip() for part in parts if part.strip()))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from afd_testkit.device_evidence import cannot_show, emulations
 from afd_testkit.evidence import RunFiles, RunInfo
 from afd_testkit.failure import (
     extent,
@@ -49,6 +50,7 @@ _STYLE = {
     Verdict.FAILED: "bold red",
     Verdict.INCOMPLETE: "bold yellow",
 }
+_WARNING = "bold yellow"
 _LEGEND = (
     "Read: diff must stay within limit (! where not); noise is what the engine varies by on the "
     "same prompts; steps are those really split, and cut inside a request: 0 prove nothing."
@@ -106,7 +108,7 @@ def _head(checks: Sequence[CheckResult], run: RunInfo) -> list[Text]:
     told = [f"{counts[o]} {_WORD[o]}{_why(o, checks)}" for o in Outcome if counts[o]]
     line = _text(f"AFD gates: {judgement.verdict.upper()}", _STYLE[judgement.verdict])
     line.append(f" · {printable(' · '.join(told) or 'no checks')}", style="not bold default")
-    parts = [line]
+    parts = [line, *_emulated(checks)]
     if judgement.reasons:
         parts.append(_text(f"because {'; '.join(judgement.reasons)}"))
     stack = " ".join(
@@ -118,6 +120,18 @@ def _head(checks: Sequence[CheckResult], run: RunInfo) -> list[Text]:
     if run.code.checkout is Relation.DIFFERS:
         parts.append(_text(f"NO COMMIT IS CERTIFIED: {run.source.note}", _STYLE[Verdict.FAILED]))
     return parts
+
+
+def _emulated(checks: Sequence[CheckResult]) -> list[Text]:
+    """What the run says nothing about, where any of it ran on the emulated NPU."""
+    found = emulations(checks)
+    if not found:
+        return []
+    devices = ", ".join(dict.fromkeys(emulation.label for emulation in found))
+    # What a colon or bracket explains stands on the page.
+    limits = [item.partition(":")[0].partition(" (")[0] for item in cannot_show(found)]
+    told = f"; cannot show {', '.join(limits)}" if limits else ""
+    return [_text(f"EMULATED NPU ({devices}): not device evidence{told}", _WARNING)]
 
 
 def _why(outcome: Outcome, checks: Sequence[CheckResult]) -> str:
@@ -203,7 +217,7 @@ def _filled_table(lines: Sequence[GateRow | SkippedSubject], total: int) -> Tabl
 def _judged(row: GateRow) -> list[Text]:
     return [
         _text(row.gate, "bold red" if row.bad else ""),
-        _text(f"{row.model} {_short(row.dtype)}"),
+        _text(f"{row.model} {_short(row.dtype)} {row.topology}".strip()),
         _text(_tally(row), "red" if row.bad else ""),
         _text(_figures(row.worst("logprob"))),
         _text(_figures(row.worst("kv"))),
@@ -216,7 +230,7 @@ def _judged(row: GateRow) -> list[Text]:
 def _skipped(subject: SkippedSubject) -> list[Text]:
     return [
         _text(subject.label),
-        _text(f"{subject.model} {_short(subject.dtype)}".strip()),
+        _text(f"{subject.model} {_short(subject.dtype)} {subject.topology}".strip()),
         _text(f"{subject.count} skip", "yellow"),
         _text(subject.reason),
     ]

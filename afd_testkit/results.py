@@ -109,6 +109,7 @@ class CheckResult:
     message: str = ""  # failure text, or why it was skipped
     repeat: str = ""  # the one command that repeats it
     seconds: float = 0.0
+    topology: str = ""  # "TP 2 + EP on A3"; empty for one process
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready dictionary."""

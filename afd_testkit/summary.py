@@ -1,4 +1,6 @@
-"""What a run amounts to: the verdict, the counts, and one row a gate, engine, model and dtype.
+"""What a run amounts to: the verdict, the counts, and one row a gate and subject.
+
+A subject is an engine, model, dtype and topology.
 
 Record, terminal summary and page all show what is computed here, so that they cannot disagree.
 """
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeGuard
 
+from afd_testkit.device_evidence import is_emulated
 from afd_testkit.results import CheckResult, Comparison, Outcome, StageBalance
 
 #: Facts that the summary shows when a gate reports them.
@@ -112,13 +115,19 @@ def imbalance(step: StageBalance) -> float:
 
 @dataclass(frozen=True)
 class GateRow:
-    """The checks of one gate on one engine, model and dtype, in the order they ran."""
+    """The checks of one gate on one subject, in the order they ran."""
 
     gate: str
     engine: str
     model: str
     dtype: str
+    topology: str
     checks: tuple[CheckResult, ...]
+
+    @property
+    def emulated(self) -> bool:
+        """Whether any of them ran on the emulated NPU."""
+        return any(is_emulated(check.facts) for check in self.checks)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -165,26 +174,27 @@ def _extent(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def gate_rows(checks: Iterable[CheckResult]) -> list[GateRow]:
-    """Checks grouped by engine, gate, model and dtype, in order of first appearance."""
-    groups: dict[tuple[str, str, str, str], list[CheckResult]] = {}
+    """Checks grouped by engine, gate and the rest of the subject, in order of first appearance."""
+    groups: dict[tuple[str, str, str, str, str], list[CheckResult]] = {}
     for check in checks:
-        key = (check.engine, check.gate, check.model, check.dtype)
+        key = (check.engine, check.gate, check.model, check.dtype, check.topology)
         groups.setdefault(key, []).append(check)
     engines = list(dict.fromkeys(key[0] for key in groups))
     ordered = sorted(groups.items(), key=lambda item: engines.index(item[0][0]))
     return [
-        GateRow(gate, engine, model, dtype, tuple(members))
-        for (engine, gate, model, dtype), members in ordered
+        GateRow(gate, engine, model, dtype, topology, tuple(members))
+        for (engine, gate, model, dtype, topology), members in ordered
     ]
 
 
 @dataclass(frozen=True)
 class SkippedSubject:
-    """An engine, model and dtype of which whole gates were skipped, for one reason."""
+    """A subject of which whole gates were skipped, for one reason."""
 
     engine: str
     model: str
     dtype: str
+    topology: str
     reason: str
     gates: tuple[str, ...]
     count: int
@@ -198,13 +208,13 @@ class SkippedSubject:
 def skipped_subjects(rows: Iterable[GateRow]) -> tuple[list[GateRow], list[SkippedSubject]]:
     """The rows in which something was judged, and the others gathered by subject and reason."""
     judged: list[GateRow] = []
-    gathered: dict[tuple[str, str, str, str], Counter[str]] = {}
+    gathered: dict[tuple[str, str, str, str, str], Counter[str]] = {}
     for row in rows:
         if row.counts[Outcome.SKIPPED] < len(row.checks):
             judged.append(row)
             continue
         for check in row.checks:
-            key = (row.engine, row.model, row.dtype, skip_reason(check))
+            key = (row.engine, row.model, row.dtype, row.topology, skip_reason(check))
             gathered.setdefault(key, Counter())[row.gate] += 1
     return judged, [
         SkippedSubject(*key, gates=tuple(gates), count=gates.total())
@@ -231,7 +241,8 @@ def failed_cases(checks: Iterable[CheckResult]) -> list[list[CheckResult]]:
     """:func:`failures`, with the variants of one case together behind the worst of them."""
     cases: dict[tuple[str, ...], list[CheckResult]] = {}
     for check in failures(checks):
-        key = (check.gate, check.engine, check.model, check.dtype, check.case, check.outcome)
+        subject = (check.engine, check.model, check.dtype, check.topology)
+        key = (check.gate, *subject, check.case, check.outcome)
         cases.setdefault(key, []).append(check)
     return list(cases.values())
 

@@ -60,6 +60,7 @@ GOOD = {
         "cpu_flags": ["amx_tile", "avx512_bf16"],
     },
     "topology": {"tp": 1, "dp": 1, "ep": 1, "pp": 1},
+    "emulated_npu": [],
     "configuration": {"prompts": None, "gates": ["split"], "deep": {"x": [1, {"y": "z"}]}},
     "seeds": {"weights": 17},
     "not_run": [],
@@ -115,6 +116,7 @@ GOOD = {
             "message": "",
             "repeat": "pytest -m gate",
             "seconds": 0.25,
+            "topology": "",
         }
     ],
     "summary": {"total": 1, "passed": 1, "failed": 0, "error": 0, "skipped": 0, "waived": 0},
