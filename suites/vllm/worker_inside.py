@@ -46,8 +46,8 @@ class Inside:
 
         self.engine = ChildEngine(start, print)
         self.prompts = tuple(prompts)
-        self.worker = self.engine._worker
-        self.runner = self.engine._runner
+        self.worker = self.engine._engine.model_executor.driver_worker.worker
+        self.runner = self.worker.model_runner
         self.groups = [group for groups in self.runner.attn_groups for group in groups]
         self.builders = [list(group.metadata_builders) for group in self.groups]
 
