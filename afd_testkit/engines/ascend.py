@@ -13,13 +13,13 @@ from typing import Any
 from afd_testkit.device_pool import is_emulated, why_too_few
 from afd_testkit.engines._vllm_adapter import VllmEngine, data_parallel_environments
 from afd_testkit.engines._vllm_child import Backend
-from afd_testkit.engines.base import EngineConfig, EngineError, Topology
+from afd_testkit.engines.base import BLOCK_SIZES, EngineConfig, EngineError, Topology
 from afd_testkit.npu.limits import VARIABLE
 from afd_testkit.npu.process import emulated_environment
 from afd_testkit.npu.settings import SOCS, EmulationSettings
 
 # The one size that vLLM-Ascend 0.23.0's attention backends name (get_supported_kernel_block_sizes).
-BLOCK_SIZE = 128
+BLOCK_SIZE = BLOCK_SIZES["ascend"]
 MOST_RANKS = 16
 CANNOT_SHOW = (
     "races that the checker of streams does not see",
@@ -136,8 +136,13 @@ class AscendEngine(VllmEngine):
         return data_parallel_environments(config)
 
     def engine_args(self, config: EngineConfig) -> dict[str, Any]:
-        """How the model is spread."""
+        """How the model is spread; chunked prefill is on also where every prompt fits a step.
+
+        Without it vLLM-Ascend's latent attention has no context in prefill: a cached prefix, or
+        the first piece of a cut request, is silently left out.
+        """
         return {
+            "enable_chunked_prefill": True,
             "tensor_parallel_size": config.tensor_parallel,
             "enable_expert_parallel": config.expert_parallel,
             "additional_config": {"enable_flashcomm1": config.sequence_parallel},

@@ -6,7 +6,7 @@ results can cross a process boundary and be compared without torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
@@ -23,6 +23,10 @@ class EngineError(Exception):
 
 class EngineDied(EngineError):
     """The engine's process is gone; what it had returned before is still valid."""
+
+
+# KV blocks of engines that do not take the usual 32 tokens, by name.
+BLOCK_SIZES: Mapping[str, int] = {"ascend": 128}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +64,9 @@ class Topology:
         ]
         label = " + ".join(part for part in parts if part)
         return label if self.soc == Topology.soc else f"{label} on {self.soc}".strip()
+
+
+ONE_PROCESS = Topology()
 
 
 @dataclass(frozen=True)
@@ -186,7 +193,7 @@ class RunResult:
 
 def refuse_topology(name: str, config: EngineConfig) -> None:
     """:class:`EngineError` unless ``config`` asks for one process, all that ``name`` can do."""
-    if config.topology() != Topology():
+    if config.topology() != ONE_PROCESS:
         raise EngineError(
             f"{name} runs in one process; {config.topology_label()} was asked for. Leave the "
             "topology at its defaults, or use the engine ascend"

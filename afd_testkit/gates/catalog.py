@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from afd_testkit.engines.base import ONE_PROCESS, Topology
 from afd_testkit.gates import chunked, prefix_hit, split, stability
 from afd_testkit.gates.session import GateSession, Subject
 from afd_testkit.results import CheckResult
@@ -32,26 +34,51 @@ GATES: Mapping[str, Gate] = {
     )
 }
 
-# (model, dtype, needs beyond the engine's own) by engine; first what finds most.
-SUBJECTS: Mapping[str, Sequence[tuple[str, str, tuple[str, ...]]]] = {
+
+class Standard(NamedTuple):
+    """What an engine is judged on; ``needs`` beyond the engine's own."""
+
+    model: str
+    dtype: str
+    needs: tuple[str, ...] = ()
+    topology: Topology = ONE_PROCESS
+
+
+# By engine; first what finds most.
+SUBJECTS: Mapping[str, Sequence[Standard]] = {
     "reference": (
-        ("reference", "float64", ()),
-        ("reference-sigmoid", "float64", ()),
+        Standard("reference", "float64"),
+        Standard("reference-sigmoid", "float64"),
     ),
     "vllm-cpu": (
-        ("deepseek-v3", "float32", ()),
-        ("qwen3-moe", "float32", ()),
-        ("deepseek-v3", "bfloat16", ()),
-        ("deepseek-v3-mla", "bfloat16", ("amx",)),
+        Standard("deepseek-v3", "float32"),
+        Standard("qwen3-moe", "float32"),
+        Standard("deepseek-v3", "bfloat16"),
+        Standard("deepseek-v3-mla", "bfloat16", ("amx",)),
+    ),
+    "ascend": (
+        Standard("deepseek-v3", "float32"),
+        Standard("qwen3-moe", "float32"),
+        Standard(
+            "deepseek-v3",
+            "float32",
+            topology=Topology(tensor_parallel=2, expert_parallel=True, sequence_parallel=True),
+        ),
+        Standard("qwen3-moe", "float32", topology=Topology(tensor_parallel=2)),
     ),
 }
-ENGINE_NEEDS: Mapping[str, tuple[str, ...]] = {"reference": ("cpu",), "vllm-cpu": ("vllm",)}
+ENGINE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "reference": ("cpu",),
+    "vllm-cpu": ("vllm",),
+    "ascend": ("ascend",),
+}
 DEFAULT_ENGINE = "vllm-cpu"
 
 
 def needs_of(engine: str, model: str, dtype: str) -> tuple[str, ...]:
     """Names of the needs of one subject; another project's engine needs torch at least."""
-    more = next((n for m, d, n in SUBJECTS.get(engine, ()) if (m, d) == (model, dtype)), ())
+    known = (s for s in SUBJECTS.get(engine, ()) if (s.model, s.dtype) == (model, dtype))
+    more = next((standard.needs for standard in known), ())
     return (*ENGINE_NEEDS.get(engine, ("cpu",)), *more)
 
 
@@ -63,12 +90,12 @@ def subjects(engine: str, models: Sequence[str]) -> list[Subject]:
     """
     standard = SUBJECTS.get(engine, SUBJECTS[DEFAULT_ENGINE])
     if not models:
-        return [Subject(engine, model, dtype) for model, dtype, _ in standard]
+        return [Subject(engine, each.model, each.dtype, each.topology) for each in standard]
     found = []
     for model in models:
-        dtypes = [dtype for name, dtype, _ in standard if name == model]
-        for dtype in dtypes or [checkpoint_dtype(model)]:
-            found.append(Subject(engine, model, dtype))
+        chosen = [(each.dtype, each.topology) for each in standard if each.model == model]
+        for dtype, topology in chosen or [(checkpoint_dtype(model), ONE_PROCESS)]:
+            found.append(Subject(engine, model, dtype, topology))
     return found
 
 

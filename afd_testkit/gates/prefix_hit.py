@@ -24,7 +24,9 @@ from afd_testkit.results import CheckResult
 NAME = "prefix-hit"
 RATIOS = (0, 25, 50, 75, 90)  # percent of each prompt's tokens that all prompts share
 PROMPTS = 4
-LENGTH = 320  # tokens; with 32-token blocks the realized ratios are 0, 20, 50, 70 and 90 %
+# Tokens a prompt.  Realized ratios: 0, 20, 50, 70 and 90 % with blocks of 32 tokens,
+# 0, 0, 40, 40 and 80 % with blocks of 128.
+LENGTH = 320
 SAME_STEP = "same-step"
 _SETTINGS: Sequence[SplitSetting] = (
     SplitSetting("off"),
@@ -127,9 +129,10 @@ def _user_body(check: Check, split: SplitSetting, state: str) -> list[RunResult]
     return runs
 
 
-# Tokens of the writing request, and how many of them the reader shares.  Behind the shared part
-# of 488 a cut is safe; of 480 the reader needs the very last token, and no cut is.
-_WRITERS = {"cut moved": (488, 448), "no safe cut": (480, 480)}
+# Tokens of the writing request, and how many of them the reader shares: whole blocks of any size
+# up to 128.  Behind the shared part of 520 a cut is safe; of 512 the reader needs the very last
+# token, and no cut is.
+_WRITERS = {"cut moved": (520, 512), "no safe cut": (512, 512)}
 _STEP = 280  # tokens a step: the short request and 272 of the writer come first
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from math import lcm
 from pathlib import Path
 from typing import Any
 
+from afd_testkit.device_evidence import FACT
 from afd_testkit.engines.base import (
+    BLOCK_SIZES,
+    ONE_PROCESS,
     EngineConfig,
     EngineDied,
     EngineError,
@@ -17,6 +21,7 @@ from afd_testkit.engines.base import (
     RunResult,
     SplitSetting,
     StepRecord,
+    Topology,
 )
 from afd_testkit.gates.compare import Noise, NotComparable, compare, profile
 from afd_testkit.gates.tolerances import tolerances
@@ -46,16 +51,36 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged: a model on an engine in a dtype."""
+    """What is judged: a model on an engine in a dtype, over the ranks of a topology."""
 
     engine: str
     model: str
     dtype: str
+    topology: Topology = ONE_PROCESS
 
     @property
     def short_model(self) -> str:
         """The recipe's name, or the last part of a checkpoint's path."""
         return Path(self.model).name
+
+    @property
+    def token_alignment(self) -> int:
+        """Every pass has a multiple of so many rows: the ranks that its tokens are spread over."""
+        return self.topology.tensor_parallel if self.topology.sequence_parallel else 1
+
+    def realized(self, split: SplitSetting) -> SplitSetting:
+        """``split`` with the alignment that spread tokens demand beside its own."""
+        return replace(split, alignment=lcm(split.alignment, self.token_alignment))
+
+    def config(self, **more: Any) -> EngineConfig:
+        """An engine for it; ``more`` are further fields of the configuration."""
+        return EngineConfig(
+            model=self.model,
+            dtype=self.dtype,
+            block_size=BLOCK_SIZES.get(self.engine, EngineConfig.block_size),
+            **asdict(self.topology),
+            **more,
+        )
 
 
 @dataclass
@@ -77,18 +102,12 @@ class GateSession:
 
     def stock(self, subject: Subject) -> PrefillEngine:
         """The engine with its own worker: whole steps, no prefix cache."""
-        return self.start(EngineConfig(model=subject.model, dtype=subject.dtype))
+        return self.start(subject.config())
 
     def split(self, subject: Subject, step_tokens: int | None = None) -> PrefillEngine:
         """The engine with the splitting worker and prefix caching."""
         return self.start(
-            EngineConfig(
-                model=subject.model,
-                dtype=subject.dtype,
-                worker="afd",
-                prefix_caching=True,
-                step_tokens=step_tokens,
-            )
+            subject.config(worker="afd", prefix_caching=True, step_tokens=step_tokens)
         )
 
     def corpus(self, subject: Subject) -> Corpus:
@@ -175,6 +194,8 @@ class Check:
         """
         result = engine.run(prompts, split=split, fault=self.session.fault)
         self.balance.extend(balances(result))
+        if FACT in result.facts:  # before the run is judged: it says what the judgement is worth
+            self.facts[FACT] = result.facts[FACT]
         check_whole(result, prompts)
         check_passes(result)
         return result
@@ -284,6 +305,7 @@ def run_check(
         engine=subject.engine,
         model=subject.short_model,
         dtype=subject.dtype,
+        topology=subject.topology.topology_label(),
         case=case,
         variant=variant,
         outcome=outcome,
@@ -302,9 +324,10 @@ def progress_line(result: CheckResult) -> str:
     """One line a check: what, how far apart, how it ended."""
     logprob = next((c for c in result.comparisons if c.quantity == "logprob"), None)
     figures = "" if logprob is None else f"  |dlogp| {logprob.max_diff:.1e} <= {logprob.limit:.1e}"
+    subject = (result.model, result.dtype, result.topology)
     return (
-        f"  {result.gate:11s} {result.model} {result.dtype}  {result.case}  {result.variant}"
-        f"{figures}  {result.outcome.upper()}  {result.seconds:.1f} s"
+        f"  {result.gate:11s} {' '.join(part for part in subject if part)}  {result.case}"
+        f"  {result.variant}{figures}  {result.outcome.upper()}  {result.seconds:.1f} s"
     )
 
 
@@ -330,6 +353,7 @@ def need_split(check: Check, runs: Sequence[RunResult], split: SplitSetting) -> 
     """
     if split.policy == "off":
         return
+    split = check.subject.realized(split)
     steps = [step for run in runs for step in run.steps if is_prefill(step)]
     done = sum(len(step.forward_rows) == 2 for step in steps)
     check.facts["split_steps"] = done

@@ -44,6 +44,7 @@ def prompts_of(session: GateSession, subject: Subject, case: str) -> tuple[Promp
 
 def check_cuts(check: Check, run: RunResult, split: SplitSetting) -> None:
     """Every prefill step was cut where the policy says, into stages of the right extents."""
+    split = check.subject.realized(split)
     prefill = [step for step in run.steps if is_prefill(step)]
     check.need(bool(prefill), "no prefill step was executed")
     for step in prefill:
@@ -65,8 +66,9 @@ def _check_step(check: Check, step: StepRecord, split: SplitSetting) -> None:
     check.need(evidence["completed"], f"a step of {total} tokens did not complete")
     cut = defined_cut(step, split)
     if cut is None:
+        rows = check.subject.token_alignment
         check.need(
-            evidence["policy"] == "unsplit" and step.forward_rows == (total,),
+            evidence["policy"] == "unsplit" and step.forward_rows == (-(-total // rows) * rows,),
             f"a step of {total} tokens has no cut under {split}, yet ran as {evidence}",
         )
         return

@@ -39,6 +39,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         needs = [
             getattr(pytest.mark, name) for name in needs_of(engine, subject.model, subject.dtype)
         ]
+        topology = subject.topology.topology_label()
+        shown = "-".join(part for part in (subject.short_model, subject.dtype, topology) if part)
         for gate in GATES.values():
             for case in gate.cases(planning):
                 parameters.append(
@@ -46,9 +48,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                         subject,
                         gate.name,
                         case,
-                        id=f"{subject.short_model}-{subject.dtype}-{gate.name}-{case}".replace(
-                            " ", "_"
-                        ),
+                        id=f"{shown}-{gate.name}-{case}".replace(" ", "_"),
                         marks=[*needs, pytest.mark.afd_gate(gate.name)],
                     )
                 )
