@@ -14,6 +14,7 @@ from afd_testkit.charts import (
     profile_chart,
     profile_words,
 )
+from afd_testkit.device_evidence import Emulation, cannot_show, emulations, is_emulated
 from afd_testkit.failure import extent, failure_text, number, printable, title
 from afd_testkit.results import CheckResult, Outcome, StageBalance
 from afd_testkit.summary import (
@@ -39,6 +40,10 @@ _MOST_FAILURES, _OPEN_FAILURES = 50, 3
 _MOST_CHARTS = 10  # of one gate row; the figures of all its checks are in the table below it
 _POINTS = 100  # of a chart that is not open from the start
 _SYMBOL = {Verdict.PASSED: "✓", Verdict.FAILED: "✗", Verdict.INCOMPLETE: "!"}
+_MLA_CAST = {
+    "lifted": "lifted: MLA prefill keeps float32, where the real code casts to bfloat16",
+    "kept": "kept, as in the real code",
+}
 _POLICY = {"token_balanced_tp": "token", "request_boundary": "request", "given": "given"}
 
 
@@ -71,6 +76,25 @@ class Idle:
     reason: str
     command: str
     items: list[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """What ran on the emulated NPU: ``checks`` of ``total`` that ran at all, by ``kinds``.
+
+    ``cannot_show``: each limit in a few words, and what more there is to say of it.
+    """
+
+    devices: list[str]
+    cannot_show: list[tuple[str, str]]
+    kinds: list[tuple[Emulation, int]]
+    checks: int
+    total: int
+
+    @staticmethod
+    def mla_cast(kind: Emulation) -> str:
+        """Whether the cast took place, in words."""
+        return _MLA_CAST.get(kind.mla_cast, kind.mla_cast)
 
 
 @dataclass(frozen=True)
@@ -133,6 +157,8 @@ def render_page(run: RunInfo, checks: Sequence[CheckResult]) -> str:
     cases = failed_cases(checks)
     return _template().render(
         run=run,
+        emulated=_emulated(checks),
+        topologies=list(dict.fromkeys(row.topology for row in rows)),
         symbol=_SYMBOL[judgement.verdict],
         verdict=str(judgement.verdict),
         reasons=judgement.reasons,
@@ -154,6 +180,26 @@ def render_page(run: RunInfo, checks: Sequence[CheckResult]) -> str:
         sections=[_section(row) for row in judged],
         worst_of=worst_comparison,
     )
+
+
+def _emulated(checks: Sequence[CheckResult]) -> Emulated | None:
+    """What the banner says; ``None`` where nothing ran on the emulated NPU."""
+    found = emulations(checks)
+    if not found:
+        return None
+    return Emulated(
+        devices=list(dict.fromkeys(kind.label for kind in found)),
+        cannot_show=[_in_short(limit) for limit in cannot_show(found)],
+        kinds=list(found.items()),
+        checks=sum(found.values()),
+        total=sum(c.outcome is not Outcome.SKIPPED or is_emulated(c.facts) for c in checks),
+    )
+
+
+def _in_short(limit: str) -> tuple[str, str]:
+    """``"memory: capacity"`` as ``("memory", "capacity")``."""
+    head, _, rest = limit.partition(":")
+    return head.strip(), rest.strip()
 
 
 def _idle(run: RunInfo, checks: Sequence[CheckResult]) -> list[Idle]:
