@@ -36,6 +36,8 @@ _UNCOVERED: Mapping[str, Callable[[AscendConfig], object]] = {
         or c.finegrained_tp_config.olora_tensor_parallel_size
     ),
     "eplb_config.dynamic_eplb": lambda c: c.eplb_config.dynamic_eplb,
+    "eplb_config.expert_map_path": lambda c: c.eplb_config.expert_map_path,
+    "enable_prefill_mc2": lambda c: c.enable_prefill_mc2,
     "weight_prefetch_config": lambda c: c.weight_prefetch_config.enabled,
     "profiling_chunk_config": lambda c: c.profiling_chunk_config.enabled,
     "layer_sharding": lambda c: c.layer_sharding,

@@ -1,17 +1,25 @@
-"""Prompts, and what transformers says of them; engines run in processes of their own."""
+"""Prompts, what transformers says of them, and vLLM-Ascend in the tests' own process.
+
+Engines run in processes of their own; in this one are classes and configurations only.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from afd_testkit.device_pool import is_emulated
+from afd_testkit.engines.ascend import real_device
 from afd_testkit.engines.base import Prompt
 from afd_testkit.models import byte_tokens, ensure_model, paragraphs
 from afd_testkit.settings import Settings
@@ -19,6 +27,15 @@ from afd_testkit.settings import Settings
 MakePrompt = Callable[..., Prompt]
 Answer = dict[str, np.ndarray]
 Ask = Callable[[str, tuple[int, ...]], Answer]
+ConfigMaker = Callable[..., Any]
+
+# What vLLM reads while it is imported or configured: quiet and offline.
+VLLM_ENVIRONMENT = {
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
 
 
 @pytest.fixture(scope="session")
@@ -87,3 +104,87 @@ def ask_transformers(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> I
             return known[key]
 
         yield ask
+
+
+@contextmanager
+def _vllm_environment() -> Iterator[None]:
+    """The variables above inside; afterwards none of them, nor what vLLM itself has set."""
+    before = dict(os.environ)
+    try:
+        os.environ.update(VLLM_ENVIRONMENT)
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def ascend_loaded() -> None:
+    """vLLM-Ascend and the plugin's modules for it are imported, once a run."""
+    if not is_emulated() and not real_device():
+        pytest.fail(
+            "vLLM-Ascend cannot be imported in this process: run the suite under the emulation, "
+            "afd-testkit emulate -- pytest -m ascend",
+            pytrace=False,
+        )
+    with _vllm_environment(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that vLLM imports
+        for module in ("afd_plugin.workers.npu", "vllm.engine.arg_utils"):
+            importlib.import_module(module)
+
+
+@contextmanager
+def _in_force(config: Any) -> Iterator[None]:
+    """``config`` is vLLM's current one, and what vLLM-Ascend remembers of others is forgotten."""
+    from vllm.config import set_current_vllm_config
+    from vllm_ascend.ascend_config import clear_ascend_config, init_ascend_config
+    from vllm_ascend.attention.utils import enable_cp
+
+    def forget() -> None:
+        clear_ascend_config()
+        enable_cp.cache_clear()
+
+    forget()
+    try:
+        with _vllm_environment(), set_current_vllm_config(config):
+            init_ascend_config(config)
+            yield
+    finally:
+        forget()
+
+
+@pytest.fixture(scope="session")
+def in_force(ascend_loaded: None) -> Callable[[Any], AbstractContextManager[None]]:
+    """``with in_force(config)``: as inside a worker that serves ``config``."""
+    return _in_force
+
+
+@pytest.fixture(scope="session")
+def make_config(ascend_loaded: None, cache: Path) -> ConfigMaker:
+    """Builds a real ``VllmConfig`` of a made model, as an engine start would.
+
+    ``make_config(model, **engine_arguments)``; small and eager unless told otherwise.
+    """
+    from vllm import EngineArgs
+
+    def make(model: str, **arguments: Any) -> Any:
+        plain: dict[str, Any] = {
+            "model": str(ensure_model(model, cache / "models")),
+            "dtype": "float32",
+            "block_size": 128,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "async_scheduling": False,
+            "max_model_len": 512,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 8,
+            "kv_cache_memory_bytes": 1 << 24,
+        }
+        with _vllm_environment(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return EngineArgs(**{**plain, **arguments}).create_engine_config()
+
+    # What a first configuration imports is this fixture's doing.
+    with _in_force(make("qwen3-moe")):
+        pass
+    return make
