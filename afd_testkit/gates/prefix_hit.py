@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from afd_testkit.engines.base import Prompt, RunResult, SplitSetting
+from afd_testkit.engines.base import Prompt, RunResult, SplitSetting, StepRecord
 from afd_testkit.gates.session import (
     Check,
     GateSession,
     Subject,
+    is_prefill,
     need_split,
     run_check,
     variant,
@@ -72,10 +73,10 @@ def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResu
 
             def body(check: Check, split: SplitSetting = split, state: str = state) -> None:
                 if case == USER:
-                    runs = _user_body(check, split, state)
+                    need_split(check, _user_body(check, split, state), split)
                 else:
                     runs = _family_body(check, int(case.split()[0]), split, state)
-                need_split(check, runs, split)
+                    _check_split(check, runs, split)
 
             yield run_check(session, NAME, subject, case, f"{state}, {variant(split)}", body)
 
@@ -107,6 +108,32 @@ def _family_body(check: Check, ratio: int, split: SplitSetting, state: str) -> l
         f"{block}; the engine reports {realized}",
     )
     return runs
+
+
+def _check_split(check: Check, runs: Sequence[RunResult], split: SplitSetting) -> None:
+    """Some step was split, unless every request boundary parts a reader from its writer.
+
+    That is so where the engine sorts requests with computed tokens to the front of a step: in a
+    cold cache these are the readers of what the others of the step compute.
+    """
+    steps = [step for run in runs for step in run.steps if is_prefill(step)]
+    if split.policy != "request" or not all(_readers_first(step) for step in steps):
+        need_split(check, runs, split)
+        return
+    for step in steps:
+        check.need(
+            step.evidence is not None and step.evidence["hazard_action"] == "unsplit",
+            f"no request boundary of the step is safe, and the evidence must say so; it says "
+            f"{step.evidence}",
+        )
+
+
+def _readers_first(step: StepRecord) -> bool:
+    """Whether every boundary has a reader before it and a writer behind it."""
+    writes = [row.num_computed == 0 for row in step.requests]
+    return len(writes) > 1 and all(
+        not all(writes[:bound]) and any(writes[bound:]) for bound in range(1, len(writes))
+    )
 
 
 def _user_body(check: Check, split: SplitSetting, state: str) -> list[RunResult]:

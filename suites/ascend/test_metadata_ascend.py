@@ -214,7 +214,7 @@ def values(piece: Any) -> dict[str, Any]:
     return {field.name: plain(getattr(piece, field.name)) for field in dataclasses.fields(piece)}
 
 
-# --- B1: every field ------------------------------------------------------------------------
+# --- B1: every field --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("padding_row", [False, True])
@@ -376,7 +376,7 @@ def _counts(step: Step) -> dict[str, Any]:
     }
 
 
-# --- the real builders --------------------------------------------------------------------------
+# --- the real builders ------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["qwen3-moe", "deepseek-v3"], ids=["heads", "latent"])
@@ -541,7 +541,7 @@ def _check_angles(part: Any, positions: list[int]) -> None:
     assert part.sin.flatten(1)[:, 0].tolist() == [position + 0.5 for position in positions]
 
 
-# --- two stages at the same time ------------------------------------------------------------------
+# --- two stages at the same time --------------------------------------------------------------
 
 DECODES = Step((1, 1, 1, 6), (40, 50, 60, 0), (False, False, False, True))
 
@@ -591,7 +591,7 @@ def _fail(*given: Any, **options: Any) -> None:
     raise KeyError("builder of stage 1")
 
 
-# --- padding --------------------------------------------------------------------------------------
+# --- padding ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("builders", ["qwen3-moe"], indirect=True, ids=["heads"])
