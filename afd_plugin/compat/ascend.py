@@ -60,6 +60,9 @@ _UNCOVERED: Mapping[str, Callable[[AscendConfig], object]] = {
 }
 
 
+_COMPRESSED = "vllm_ascend.attention.dsa_v1.AscendDSABackend"
+
+
 def builder_path(backend: Any) -> str:
     """Qualified name of the metadata builder that ``backend`` chooses here.
 
@@ -71,6 +74,8 @@ def builder_path(backend: Any) -> str:
 
 def _attention_builder(vllm_config: VllmConfig) -> str:
     model = vllm_config.model_config
+    if hasattr(model.hf_config, "compress_ratios"):  # its layers do not ask the platform
+        return builder_path(resolve_obj_by_qualname(_COMPRESSED))
     path = current_platform.get_attn_backend_cls(
         vllm_config.attention_config.backend,
         AttentionSelectorConfig(

@@ -212,7 +212,7 @@ def test_every_uncovered_option_is_tried_above() -> None:
 @pytest.mark.parametrize(
     ("additional", "names"),
     [
-        ({"layer_sharding": ["o_proj"]}, ("layer_sharding",)),
+        ({"enable_mc2_hierarchy_comm": True}, ("enable_mc2_hierarchy_comm",)),
         (
             {"multistream_overlap_gate": True, "weight_prefetch_config": {"enabled": True}},
             ("weight_prefetch_config", "multistream_overlap_gate"),
