@@ -1,7 +1,8 @@
 """Descriptors that belong to one process, and that a forked child must not keep.
 
 Python's descriptors are closed when a child executes another program, but a child of a bare
-``fork`` keeps copies: a lock or a port would outlive the process that took it.
+``fork`` keeps copies: a lock or a port would outlive the process that took it.  The child drops
+them as the first thing it does; until it has run for the first time they count as held.
 """
 
 from __future__ import annotations

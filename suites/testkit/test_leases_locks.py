@@ -22,6 +22,7 @@ from pathlib import Path
 from afd_testkit.file_lock import FileLock
 lock = FileLock(Path(sys.argv[1]))
 assert lock.try_take("the holder")
+reading, writing = os.pipe()
 child = {child}
 print(child, flush=True)
 time.sleep(600)
@@ -29,7 +30,10 @@ time.sleep(600)
 #: How the holder starts a child that outlives it; each leaves the child's process id.
 CHILDREN = {
     "none": "0",
-    "fork": "os.fork()\nif child == 0:\n    time.sleep(600)\n    os._exit(0)",
+    "fork": (
+        "os.fork()\nif child == 0:\n    os.write(writing, b'.')\n    time.sleep(600)\n"
+        "os.read(reading, 1)"
+    ),
     "program": "subprocess.Popen(['sleep', '600'], close_fds=False).pid",
 }
 

@@ -71,15 +71,21 @@ FORKED = """
 import os, signal, socket
 from afd_testkit.ports import hold_ports
 held = hold_ports(2)
+reading, writing = os.pipe()
 child = os.fork()
 if child == 0:
+    os.write(writing, b".")
     signal.pause()
-held.release()
-for port in held.numbers:
-    socket.socket().bind(("", port))
-os.kill(child, signal.SIGKILL)
-os.waitpid(child, 0)
-print("free")
+try:
+    os.read(reading, 1)  # from here on the child runs
+    held.release()
+    for port in held.numbers:
+        socket.socket().bind(("", port))
+    os.kill(child, 0)
+    print("free")
+finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 """
 
 
