@@ -79,12 +79,29 @@ def _owed(plan: SplitPlan) -> int:
     return plan.cut - int(start)
 
 
+# All names under which metadata classes carry sequence lengths and computed tokens.
+_LENGTHS = frozenset(
+    {
+        "seq_lens",
+        "seq_lens_cpu",
+        "_seq_lens_cpu",
+        "seq_lens_cpu_upper_bound",
+        "num_computed_tokens_cpu",
+        "_num_computed_tokens_cpu",
+    }
+)
+
+
 def _computed_not_advanced(
     parent: Any, plan: SplitPlan, first: Any, second: Any
 ) -> tuple[Any, Any]:
-    lens = second.seq_lens.clone()
-    lens[0] -= _owed(plan)
-    return first, dataclasses.replace(second, seq_lens=lens, seq_lens_cpu_upper_bound=lens.clone())
+    told = {}
+    for each in dataclasses.fields(second):
+        # Which of them a metadata builder reads differs from backend to backend.
+        if each.name in _LENGTHS and (value := getattr(second, each.name)) is not None:
+            told[each.name] = value.clone()
+            told[each.name][0] -= _owed(plan)
+    return first, dataclasses.replace(second, **told)
 
 
 def _padded_length(parent: Any, plan: SplitPlan, first: Any, second: Any) -> tuple[Any, Any]:
