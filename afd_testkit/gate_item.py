@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from afd_testkit.devices import Need
+from afd_testkit.engines.base import Topology
 from afd_testkit.settings import DEFAULT_RESULTS, Settings, default_cache
 from afd_testkit.summary import NO_ENGINE
 
@@ -27,13 +28,15 @@ class GateItem:
     dtype: str
     case: str
     command: str
+    topology: str = ""
 
 
 def describe(item: pytest.Item, gate: str, settings: Settings) -> GateItem:
     """``item``, as its parameters name it.
 
     A parameter ``subject`` with the strings ``engine``, ``model`` and ``dtype`` says what is
-    judged, a parameter ``case`` which case; without them the test's id stands for the case.
+    judged, and with a ``topology`` over which ranks; a parameter ``case`` says which case.
+    Without them the test's id stands for the case.
     """
     values = _parameters(item)
     subject, case = values.get("subject"), values.get("case")
@@ -42,6 +45,7 @@ def describe(item: pytest.Item, gate: str, settings: Settings) -> GateItem:
     strings = [value for value in named if isinstance(value, str) and value]
     if len(strings) == len(named):
         engine, model, dtype = strings[0], Path(strings[1]).name, strings[2]
+    topology = getattr(subject, "topology", None)
     return GateItem(
         gate=gate,
         engine=engine,
@@ -49,6 +53,7 @@ def describe(item: pytest.Item, gate: str, settings: Settings) -> GateItem:
         dtype=dtype,
         case=case if isinstance(case, str) and case else item.nodeid,
         command=repeat_command(item, settings),
+        topology=topology.topology_label() if isinstance(topology, Topology) else "",
     )
 
 

@@ -200,6 +200,7 @@ class GateRun:
             engine=item.engine,
             model=item.model,
             dtype=item.dtype,
+            topology=item.topology,
             case=item.case,
             variant="" if report.skipped else report.when or "",
             outcome=Outcome.SKIPPED if report.skipped else Outcome.ERROR,

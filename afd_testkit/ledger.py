@@ -52,9 +52,10 @@ class Waiver:
 
 
 def check_id(result: CheckResult) -> str:
-    """The name of a check, over which the ledger matches."""
-    parts = (result.gate, result.engine, result.model, result.dtype, result.case, result.variant)
-    return "/".join(parts)
+    """The name of a check, over which the ledger matches; a topology stands behind the dtype."""
+    topology = (result.topology,) if result.topology else ()
+    subject = (result.engine, result.model, result.dtype, *topology)
+    return "/".join((result.gate, *subject, result.case, result.variant))
 
 
 def load_ledger(path: Path) -> tuple[Waiver, ...]:

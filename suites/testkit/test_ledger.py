@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,9 @@ def test_xfail_marks_need_an_entry(pytester: pytest.Pytester) -> None:
 def test_without_a_ledger_xfail_marks_are_free(pytester: pytest.Pytester) -> None:
     pytester.makepyfile("import pytest\n@pytest.mark.xfail\ndef test_marked(): assert 0")
     pytester.runpytest_inprocess(*QUIET).assert_outcomes(xfailed=1)
+
+
+def test_a_topology_is_part_of_a_checks_name() -> None:
+    spread = replace(CHECK, topology="TP 2 + EP")
+    assert check_id(spread) == check_id(CHECK).replace("/float32/", "/float32/TP 2 + EP/")
+    assert check_id(spread) != check_id(CHECK)

@@ -125,8 +125,8 @@ def test_an_unknown_engine_is_an_error_with_the_known_names(pytester: pytest.Pyt
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "E *no plugin starts an engine named 'theirs'; known names are ascend, mine, reference, "
-            "vllm-cpu."
+            "E *no plugin starts an engine named 'theirs'; known names are ascend, mine, "
+            "reference, vllm-cpu."
         ]
     )
 
