@@ -90,6 +90,7 @@ _LENGTHS = frozenset(
         "_num_computed_tokens_cpu",
     }
 )
+_POSITIONS = frozenset({"positions", "positions_cpu"})
 
 
 def _computed_not_advanced(
@@ -142,20 +143,37 @@ def _stage_0_twice(parent: Any, plan: SplitPlan, first: Any, second: Any) -> tup
     return first, dataclasses.replace(first)
 
 
-def _rebased_positions(target: FaultTarget) -> AbstractContextManager[None]:
+@contextmanager
+def _rebased_positions(target: FaultTarget) -> Generator[None, None, None]:
+    """In the stage's inputs, and in its metadata where a backend takes positions from there."""
+
+    def rebased(positions: Any, plan: SplitPlan) -> Any:
+        starts = plan.batch.query_start_loc
+        end = int(starts[plan.stages[1].request_slice.start + 1]) - plan.cut
+        positions = positions.clone()
+        positions[..., :end] -= _owed(plan)
+        return positions
+
     def make(slice_stage_inputs: Any) -> Any:
         def faulty(plan: SplitPlan, **inputs: Any) -> Any:
             first, second = slice_stage_inputs(plan, **inputs)
-            owed = _owed(plan)
-            starts = plan.batch.query_start_loc
-            end = int(starts[plan.stages[1].request_slice.start + 1]) - plan.cut
-            positions = second["positions"].clone()
-            positions[..., :end] -= owed
-            return first, {**second, "positions": positions}
+            return first, {**second, "positions": rebased(second["positions"], plan)}
 
         return faulty
 
-    return _patched(stage_inputs, "slice_stage_inputs", make)
+    def change(parent: Any, plan: SplitPlan, first: Any, second: Any) -> tuple[Any, Any]:
+        told = {
+            each.name: rebased(value, plan)
+            for each in dataclasses.fields(second)
+            if each.name in _POSITIONS and (value := getattr(second, each.name)) is not None
+        }
+        return first, dataclasses.replace(second, **told)
+
+    with (
+        _patched(stage_inputs, "slice_stage_inputs", make),
+        _metadata_fault(change)(target),
+    ):
+        yield
 
 
 def _swapped_merge(target: FaultTarget) -> AbstractContextManager[None]:

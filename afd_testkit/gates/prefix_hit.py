@@ -24,7 +24,7 @@ from afd_testkit.results import CheckResult
 
 NAME = "prefix-hit"
 RATIOS = (0, 25, 50, 75, 90)  # percent of each prompt's tokens that all prompts share
-PROMPTS = 4
+PROMPTS = 5  # an odd number of equal prompts: half of the tokens is inside one of them
 # Tokens a prompt.  Realized ratios: 0, 20, 50, 70 and 90 % with blocks of 32 tokens,
 # 0, 0, 40, 40 and 80 % with blocks of 128.
 LENGTH = 320

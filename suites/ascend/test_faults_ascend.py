@@ -14,7 +14,9 @@ from afd_testkit.results import Outcome
 
 pytestmark = pytest.mark.ascend
 
-SUBJECT = Subject("ascend", "qwen3-moe", "float32")
+# One after the other, so that their tests share engines.
+SUBJECTS = [Subject("ascend", model, "float32") for model in ("deepseek-v3", "qwen3-moe")]
+subjects = pytest.mark.parametrize("subject", SUBJECTS, ids=lambda subject: subject.model)
 
 
 @pytest.fixture(scope="session")
@@ -25,15 +27,19 @@ def ascend_session(afd_engines: EnginePool) -> GateSession:
 
 
 @pytest.mark.parametrize(("gate", "fault"), pairs())
-def test_gate_turns_red(ascend_session: GateSession, gate: str, fault: str) -> None:
-    red, seen = first_red(ascend_session, SUBJECT, gate, fault)
+@subjects
+def test_gate_turns_red(
+    ascend_session: GateSession, subject: Subject, gate: str, fault: str
+) -> None:
+    red, seen = first_red(ascend_session, subject, gate, fault)
     assert red is not None, [(r.variant, r.outcome, r.message) for r in seen]
 
 
 @pytest.mark.parametrize("gate", list(GATES))
+@subjects
 def test_gate_stays_green_under_an_injection_of_nothing(
-    ascend_session: GateSession, gate: str
+    ascend_session: GateSession, subject: Subject, gate: str
 ) -> None:
-    red, seen = first_red(ascend_session, SUBJECT, gate, CONTROL)
+    red, seen = first_red(ascend_session, subject, gate, CONTROL)
     assert red is None, (red.variant, red.message)
     assert all(result.outcome is Outcome.PASSED for result in seen)
