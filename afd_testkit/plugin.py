@@ -19,6 +19,7 @@ from afd_testkit.gate_run import GateRun
 from afd_testkit.leaks import LeakGuard
 from afd_testkit.ledger_rule import Ledger, LedgerRule
 from afd_testkit.need_rule import NeedRule
+from afd_testkit.npu import fixtures as npu_fixtures
 from afd_testkit.settings import Settings
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     register(GateRun(config, chosen, ledger), "afd-gates")
     register(guard, "afd-leaks")
     register(lease_plugin, "afd-leases")
+    register(npu_fixtures, "afd-npu")
     register(workers.TimingRule(beside), "afd-timing")
     register(ShippedEngines(_progress_writer(config)), "afd-engines")
 

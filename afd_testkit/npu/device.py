@@ -7,15 +7,12 @@ bytes allocated, so code that sizes a cache from it must be told the size instea
 from __future__ import annotations
 
 import os
-import threading
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-import torch
-
 from afd_testkit.npu.errors import EmulationError
 from afd_testkit.npu.settings import SOCS, EmulationSettings
-from afd_testkit.npu.stream_state import set_device_index
+from afd_testkit.npu.stream_state import current_device_index, device_index, set_device_index
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
@@ -32,12 +29,11 @@ class DeviceProperties(NamedTuple):
 
 
 class EmulatedDevices:
-    """The devices that this process sees, and which one each thread has selected."""
+    """The devices that this process sees."""
 
     def __init__(self, settings: EmulationSettings) -> None:
         self._soc = SOCS[settings.soc]
         self._count = settings.devices
-        self._selected = threading.local()
 
     def device_count(self) -> int:
         """Devices that ``ASCEND_RT_VISIBLE_DEVICES`` leaves visible."""
@@ -57,37 +53,23 @@ class EmulatedDevices:
     def init(self) -> None:
         """Nothing to initialize."""
 
-    def index_of(self, device: Any) -> int:
-        """The index that ``device`` (``None``, int, ``npu:1`` or a ``torch.device``) means."""
-        if device is None or isinstance(device, torch.device):
-            index = device.index if device is not None else None
-            return self.current_device() if index is None else int(index)
-        if isinstance(device, int):
-            return device
-        if isinstance(device, str) and device.partition(":")[0] in ("npu", "cpu"):
-            index_text = device.partition(":")[2]
-            return int(index_text) if index_text else self.current_device()
-        raise EmulationError(f"{device!r} is no NPU; give an index, npu, npu:INDEX or None.")
-
     def set_device(self, device: Any) -> None:
-        """Select a device for this thread."""
-        index = self.index_of(device)
+        """Select a device for this thread, and for threads that never select one."""
+        index = device_index(device)
         if not 0 <= index < self.device_count():
             raise EmulationError(
                 f"device {index} is not visible; this process sees {self.device_count()} emulated "
                 f"device(s). Set AFD_NPU_DEVICES or {VISIBLE}."
             )
-        self._selected.index = index
         set_device_index(index)
 
     def current_device(self) -> int:
-        """The index that this thread selected, 0 before that."""
-        selected: int = vars(self._selected).get("index", 0)
-        return selected
+        """The index that this thread uses."""
+        return current_device_index()
 
     def device(self, device: Any) -> AbstractContextManager[None]:
         """Select a device inside."""
-        return _Selected(self, self.index_of(device))
+        return _Selected(self, device_index(device))
 
     def get_device_name(self, device: Any = None) -> str:
         """Name of the emulated SoC."""
@@ -105,7 +87,7 @@ class EmulatedDevices:
         return DeviceProperties(
             name=self._soc.device,
             total_memory=self._soc.memory,
-            uuid=f"emulated-{self._soc.name}-{self.index_of(device)}",
+            uuid=f"emulated-{self._soc.name}-{device_index(device)}",
             cube_core_num=24,
             vector_core_num=48,
             L2_cache_size=192 << 20,

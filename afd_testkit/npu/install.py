@@ -17,6 +17,7 @@ from afd_testkit.npu.patches import PatchSet
 from afd_testkit.npu.redirect import RedirectMode
 from afd_testkit.npu.settings import EmulationSettings
 from afd_testkit.npu.stream_check import Place, check_streams, enter_thread, op_body
+from afd_testkit.npu.stream_state import reset_streams
 
 _installed: Emulation | None = None
 
@@ -32,6 +33,7 @@ class Emulation:
 
     def add_modules(self) -> None:
         """The closed modules alone: names import, nothing of torch changes but ``torch.npu``."""
+        self._patches.later(reset_streams)
         modules = tree.build(self.devices)
         finder.install_closed(self._patches, modules)
         self._patches.attribute(torch, "npu", modules["torch.npu"])

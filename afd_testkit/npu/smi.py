@@ -24,6 +24,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"\tTotal Count                    : {settings.devices}")
         for index in range(settings.devices):
             print(f"\tNPU ID                         : {index}")
+            print("\tChip Count                     : 1")
         return 0
     print(USAGE, file=sys.stderr)
     return 2

@@ -59,7 +59,7 @@ def npu_module(devices: EmulatedDevices) -> ClosedModule:
     public = {
         name: vars(EmulatedDevices)[name].__get__(devices)
         for name in vars(EmulatedDevices)
-        if not name.startswith("_") and name != "index_of"
+        if not name.startswith("_")
     }
     memory_calls = {
         "empty_cache": device.nothing,
