@@ -11,6 +11,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_ascend.ascend_config import AscendConfig, init_ascend_config
 
+from afd_plugin.compat.facts import shared_facts
 from afd_plugin.compat.known import check_versions
 from afd_plugin.compat.pinned_ascend import CONTRACT
 from afd_plugin.validation import Setup
@@ -92,29 +93,9 @@ def _attention_builder(vllm_config: VllmConfig) -> str:
 
 def read_setup(vllm_config: VllmConfig) -> Setup:
     """The facts that validation judges; read directly, so that a renamed field breaks here."""
-    parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    speculative, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
-    compilation, ascend = vllm_config.compilation_config, init_ascend_config(vllm_config)
+    ascend = init_ascend_config(vllm_config)
     return Setup(
-        prefill_context_parallel_size=parallel.prefill_context_parallel_size,
-        decode_context_parallel_size=parallel.decode_context_parallel_size,
-        tensor_parallel_size=parallel.tensor_parallel_size,
-        pipeline_parallel_size=parallel.pipeline_parallel_size,
-        data_parallel_size=parallel.data_parallel_size,
-        sequence_parallel_moe=parallel.use_sequence_parallel_moe,
-        speculative_method=None if speculative is None else str(speculative.method),
-        cudagraph_mode=compilation.cudagraph_mode.name,
-        compilation_mode=compilation.mode.name,
-        native_dbo=parallel.use_ubatching,
-        model_runner_v2=vllm_config.use_v2_model_runner,
-        multimodal_prefix_lm=model.is_mm_prefix_lm,
-        encoder_decoder=model.is_encoder_decoder,
-        recurrent_state=model.has_inner_state or model.is_hybrid,
-        runner_type=model.runner_type,
-        lora=vllm_config.lora_config is not None,
-        kv_connector=None if transfer is None else str(transfer.kv_connector),
-        expert_load_balancing=parallel.enable_eplb,
-        kv_sharing_fast_prefill=vllm_config.cache_config.kv_sharing_fast_prefill,
+        **shared_facts(vllm_config),
         attention_backends=(_attention_builder(vllm_config),),
         # With sharded tokens every DP rank is padded to the longest, and stages are not yet.
         proved_parallel=("tensor",) if ascend.enable_flashcomm1 else ("tensor", "data"),
