@@ -94,8 +94,9 @@ def _teller(config: pytest.Config) -> Callable[[str], None]:
 
     def tell(line: str) -> None:
         with capture.global_and_fixture_disabled() if capture is not None else nullcontext():
-            if reporter is None:
-                # One write, so that lines of several workers do not mix.
+            if reporter is None or hasattr(config, "workerinput"):
+                # A worker's reporter, if it has one, writes to nowhere.  One write, so that lines
+                # of several workers do not mix.
                 os.write(2, f"{line}\n".encode())
             else:
                 reporter.ensure_newline()

@@ -140,18 +140,19 @@ def test_waiting_is_seen(
     pytester: pytest.Pytester, holder: subprocess.Popen[str], workers: tuple[str, ...]
 ) -> None:
     pytester.makepyfile(PLAIN)
-    command = [*pytester._getpytestargs(), *leasing(pytester, *workers)]
+    options = leasing(pytester, "--afd-npu-wait", "90", *workers)
+    command = [*pytester._getpytestargs(), *options]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as run:
         assert run.stdout is not None
         # The holder is ended only when the line was seen, so that it came while waiting.
-        seen = next(line for line in run.stdout if "waiting for" in line)
+        seen = next((line for line in run.stdout if "waiting for" in line), "")
         holder.kill()
         shown = run.stdout.read()
     assert run.returncode == 0, shown
     assert "1 passed" in shown
-    assert "test_it needs 1 of the NPUs 4, 5: waiting for 0 of at most 600 s, 4 is held by" in seen
+    assert "test_it needs 1 of the NPUs 4, 5: waiting for 0 of at most 90 s, 4 is held by" in seen
     assert ", another run" in seen
 
 
