@@ -65,6 +65,12 @@ SUBJECTS: Mapping[str, Sequence[Standard]] = {
             topology=Topology(tensor_parallel=2, expert_parallel=True, sequence_parallel=True),
         ),
         Standard("qwen3-moe", "float32", topology=Topology(tensor_parallel=2)),
+        Standard("qwen3-moe", "float32", topology=Topology(data_parallel=2, expert_parallel=True)),
+        Standard(
+            "deepseek-v3",
+            "float32",
+            topology=Topology(tensor_parallel=2, expert_parallel=True, soc="A3"),
+        ),
     ),
 }
 ENGINE_NEEDS: Mapping[str, tuple[str, ...]] = {

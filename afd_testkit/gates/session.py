@@ -24,6 +24,7 @@ from afd_testkit.engines.base import (
     Topology,
 )
 from afd_testkit.gates.compare import Noise, NotComparable, compare, profile
+from afd_testkit.gates.every_rank import RANK_DIFFERENCE, EveryRank
 from afd_testkit.gates.tolerances import tolerances
 from afd_testkit.gates.workloads import Corpus, user_prompts
 from afd_testkit.prompts import UserPrompt
@@ -102,13 +103,17 @@ class GateSession:
 
     def stock(self, subject: Subject) -> PrefillEngine:
         """The engine with its own worker: whole steps, no prefix cache."""
-        return self.start(subject.config())
+        return self._start(subject.config())
 
     def split(self, subject: Subject, step_tokens: int | None = None) -> PrefillEngine:
         """The engine with the splitting worker and prefix caching."""
-        return self.start(
+        return self._start(
             subject.config(worker="afd", prefix_caching=True, step_tokens=step_tokens)
         )
+
+    def _start(self, config: EngineConfig) -> PrefillEngine:
+        engine = self.start(config)
+        return EveryRank(engine) if config.data_parallel > 1 else engine
 
     def corpus(self, subject: Subject) -> Corpus:
         """The prose under the subject's tokenizer."""
@@ -198,6 +203,14 @@ class Check:
             self.facts[FACT] = result.facts[FACT]
         check_whole(result, prompts)
         check_passes(result)
+        if RANK_DIFFERENCE in result.facts:
+            apart = self.facts[RANK_DIFFERENCE] = result.facts[RANK_DIFFERENCE]
+            limit = tolerances(self.gate, self.subject.dtype)["logprob"].limit
+            self.need(
+                apart <= limit,
+                f"data-parallel ranks ran the same prompts; they differ by {apart:g} in "
+                f"log-probability, allowed are {limit:g}",
+            )
         return result
 
     def compare(self, actual: RunResult, baseline: Baseline) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from afd_testkit.npu import groups
-from afd_testkit.npu.errors import EmulationError
+from afd_testkit.npu.errors import EmulationError, NotEmulated
 from afd_testkit.npu.patches import PatchSet
 
 
@@ -74,12 +74,33 @@ def _backend_of(group: dist.ProcessGroup) -> Any:
     return group._get_backend(torch.device("cpu"))
 
 
+def _ragged(all_gather: Any) -> Any:
+    """``all_gather`` that, as HCCL's, takes parts of different sizes, which gloo does not."""
+
+    @functools.wraps(all_gather)
+    def gathered(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+        if len({part.shape for part in tensor_list}) <= 1:
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        if async_op:
+            raise NotEmulated(
+                "all_gather of parts of different sizes with async_op=True; without it works."
+            )
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+        for rank, part in enumerate(tensor_list):
+            dist.broadcast(part, group=group, group_src=rank)
+        return None
+
+    return gathered
+
+
 def install(patches: PatchSet) -> None:
     """HCCL is available, and is gloo."""
+    gather = _ragged(c10d.all_gather)
     start = _with_gloo(c10d.init_process_group, backend_position=0)
     subgroup = _with_gloo(c10d.new_group, backend_position=2)
     for module in (dist, c10d):
         patches.attribute(module, "init_process_group", start)
         patches.attribute(module, "new_group", subgroup)
+        patches.attribute(module, "all_gather", gather)
     patches.attribute(dist, "is_hccl_available", lambda: True)
     patches.attribute(c10d.ProcessGroupGloo, "get_hccl_comm_name", _comm_name)

@@ -111,6 +111,21 @@ def test_prefill_and_decode(
     assert wanted is None or set(run.facts["moe_communication"]) <= wanted
 
 
+def test_a_long_odd_step(
+    cache: Path,
+    make_prompt: Callable[..., Prompt],
+    ask_transformers: Callable[..., dict[str, np.ndarray]],
+) -> None:
+    """Beyond what MC2 takes, experts exchange all to all; 601 tokens divide over no ranks."""
+    config = EngineConfig("qwen3-moe", block_size=128, **TOPOLOGIES["TP 2 + EP on A3"])
+    prompt = make_prompt("odd", 601)
+    with closing(AscendEngine(config, cache)) as engine:
+        run = engine.run([prompt])
+    assert run.facts["moe_communication"] == ["ALLTOALL"]
+    expected = ask_transformers("qwen3-moe", prompt.token_ids)["logprobs"]
+    assert difference(run.requests[0], expected) < AGREEMENT
+
+
 def test_chunks(
     engine: AscendEngine,
     check: Callable[[RequestResult], None],

@@ -95,3 +95,19 @@ def test_a_backend_of_no_group_has_no_name() -> None:
 def test_a_group_is_made_by_torch_alone() -> None:
     with pytest.raises(EmulationError, match=r"new_group\(backend='hccl'\)"):
         collectives.ProcessGroupHCCL("store", 0, 2)
+
+
+def gather_ragged(rank: Rank) -> list[list[float]]:
+    """Rank r contributes r + 2 elements of value r; the parts are views of one tensor."""
+    with emulated(), rank.gloo():
+        whole = torch.zeros(5, device="npu")
+        parts = list(torch.tensor_split(whole, [2]))
+        mine = torch.full((rank.rank + 2,), float(rank.rank), device="npu")
+        dist.all_gather(parts, mine)
+        return [part.tolist() for part in parts] + [whole.tolist()]
+
+
+def test_parts_of_different_sizes_are_gathered() -> None:
+    """As HCCL does, and as vLLM-Ascend's exchange of experts needs for odd numbers of tokens."""
+    expected = [[0.0, 0.0], [1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0, 1.0]]
+    assert run_ranks(2, gather_ragged, timeout=SECONDS) == [expected, expected]
