@@ -112,6 +112,8 @@ def _afd_options(config: pytest.Config, settings: Settings, *, folders: bool = T
     """Values are joined to their options: pytest looks for its root among loose paths."""
     words = [] if settings.engine is None else [f"--afd-engine={settings.engine}"]
     words += [f"--afd-model={model}" for model in settings.models]
+    if settings.npu_streams != "off":
+        words.append(f"--afd-npu-streams={settings.npu_streams}")
     if settings.prompts is not None:
         words.append(f"--afd-prompts={settings.prompts}")
     if folders and settings.cache != default_cache():

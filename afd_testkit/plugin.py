@@ -127,7 +127,9 @@ class ShippedEngines:
         if settings.engine == "ascend":
             from afd_testkit.engines.ascend import AscendEngine
 
-            return AscendEngine(config, settings.cache, self._progress)
+            return AscendEngine(
+                config, settings.cache, self._progress, streams=settings.npu_streams
+            )
         return None
 
 

@@ -21,6 +21,7 @@ class Settings:
     ``engine``: the engine to judge; ``None`` leaves the choice to each gate.
     ``models``: checkpoint directories (absolute) or names of built-in recipes.
     ``prompts``: the user's own prompts (absolute path), already checked line by line.
+    ``npu_streams``: ``check`` has engines on the emulated NPU check the order of accesses.
     ``results``: folder for the record and the page.  ``cache``: folder for made models.
     """
 
@@ -30,6 +31,7 @@ class Settings:
     prompts: Path | None
     results: Path
     cache: Path
+    npu_streams: str = "off"
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -72,6 +74,13 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="DIR",
         help="folder for made models (default: afd-testkit in the user's cache folder)",
     )
+    group.addoption(
+        "--afd-npu-streams",
+        choices=("off", "check"),
+        default="off",
+        help="check: engines on the emulated NPU report accesses that no event, wait or "
+        "synchronize orders, with both call sites (slower; default: off)",
+    )
     parser.addini("afd_strict_needs", "every test must name a need", type="bool", default=False)
     parser.addini(
         "afd_ledger",
@@ -96,6 +105,7 @@ def parse_settings(config: pytest.Config) -> Settings:
         prompts=None if prompts is None else _prompts(base / prompts),
         results=_folder("--afd-results", base / config.getoption("--afd-results")),
         cache=_folder("--afd-cache", default_cache() if cache is None else base / cache),
+        npu_streams=config.getoption("--afd-npu-streams"),
     )
 
 

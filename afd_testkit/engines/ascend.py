@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from afd_testkit.device_pool import is_emulated, why_too_few
@@ -16,17 +18,11 @@ from afd_testkit.engines._vllm_child import Backend
 from afd_testkit.engines.base import BLOCK_SIZES, EngineConfig, EngineError, Topology
 from afd_testkit.npu.limits import VARIABLE
 from afd_testkit.npu.process import emulated_environment
-from afd_testkit.npu.settings import SOCS, EmulationSettings
+from afd_testkit.npu.settings import CANNOT_SHOW, SOCS, EmulationSettings
 
 # The one size that vLLM-Ascend 0.23.0's attention backends name (get_supported_kernel_block_sizes).
 BLOCK_SIZE = BLOCK_SIZES["ascend"]
 MOST_RANKS = 16
-CANNOT_SHOW = (
-    "races that the checker of streams does not see",
-    "the precision of a device's kernels",
-    "graph capture and replay",
-    "time and memory on a device",
-)
 
 
 def real_device() -> bool:
@@ -50,7 +46,7 @@ def relaxed_limits(config: EngineConfig) -> list[str]:
     return kinds
 
 
-def emulation(config: EngineConfig) -> dict[str, Any]:
+def emulation(config: EngineConfig, streams: str = "off") -> dict[str, Any]:
     """What is emulated for ``config``, as records show it."""
     soc = SOCS[config.soc]
     return {
@@ -58,7 +54,7 @@ def emulation(config: EngineConfig) -> dict[str, Any]:
         "device": soc.device,
         "relaxed_limits": relaxed_limits(config),
         "mla_cast": "lifted" if config.dtype == "float32" else "kept",
-        "streams": "unchecked",
+        "streams": "checked" if streams == "check" else "unchecked",
         "cannot_show": list(CANNOT_SHOW),
     }
 
@@ -67,6 +63,24 @@ class AscendEngine(VllmEngine):
     """A :class:`~afd_testkit.engines.base.PrefillEngine` on vLLM-Ascend 0.23.0.post1."""
 
     name = "ascend"
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        cache_dir: Path,
+        progress: Callable[[str], None] | None = None,
+        *,
+        streams: str = "off",
+        **limits: Any,
+    ) -> None:
+        """``streams``: ``check`` watches the order of accesses on the emulated NPU's streams."""
+        if streams == "check" and real_device():
+            raise EngineError(
+                "streams are checked on the emulated NPU only, and this host has real ones; leave "
+                "--afd-npu-streams=check out, or run where there is no NPU"
+            )
+        self._streams = streams
+        super().__init__(config, cache_dir, progress, **limits)
 
     def check_config(self, config: EngineConfig) -> None:
         """Blocks that the attention backends take, and a topology that exists."""
@@ -100,9 +114,10 @@ class AscendEngine(VllmEngine):
             preload, facts = None, {}
         else:
             # What the fork server emulates is fixed when it starts.
-            usual = (config.soc, config.dtype) == (Topology.soc, EngineConfig.dtype)
+            asked = config.soc, config.dtype, self._streams
+            usual = asked == (Topology.soc, EngineConfig.dtype, "off")
             preload = "afd_testkit.engines._ascend_preload" if usual else None
-            facts = {"emulated_npu": emulation(config)}
+            facts = {"emulated_npu": emulation(config, self._streams)}
         return Backend(
             name=self.name,
             afd_worker="afd_plugin.workers.npu.AFDNPUWorker",
@@ -127,7 +142,7 @@ class AscendEngine(VllmEngine):
             return {**variables, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         return {
             **variables,
-            **emulation_variables(config),
+            **emulation_variables(config, self._streams),
             "VLLM_WORKER_MULTIPROC_METHOD": "fork",
         }
 
@@ -149,11 +164,12 @@ class AscendEngine(VllmEngine):
         }
 
 
-def emulation_variables(config: EngineConfig) -> dict[str, str]:
+def emulation_variables(config: EngineConfig, streams: str = "off") -> dict[str, str]:
     """What puts a process and its children under the emulation, beside this process's own."""
     settings = EmulationSettings(
         soc=config.soc,
         devices=max(config.ranks, 8),
+        streams=streams,
         mla_cast="lift" if config.dtype == "float32" else "keep",
     )
     wanted = {**emulated_environment(settings), VARIABLE: ",".join(relaxed_limits(config))}
