@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from afd_testkit.engines import ascend
+from afd_testkit.engines import _vllm_adapter, ascend
+from afd_testkit.engines._vllm_child import ChildStart
 from afd_testkit.engines.ascend import AscendEngine
 from afd_testkit.engines.base import EngineConfig, EngineError
 
@@ -72,25 +75,78 @@ def test_variables_carry_what_is_said(
     assert set(variables["AFD_NPU_RELAX"].split(",")) == relaxed
 
 
+class Recorded(Exception):
+    """Carries what processes would have been started with."""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list[ChildStart]]:
+    """What an engine would start its processes with; none is started."""
+    starts: list[ChildStart] = []
+
+    class Recorder:
+        def __init__(self, start: ChildStart, *_: object) -> None:
+            shutil.rmtree(start.scratch)
+            starts.append(start)
+
+        def wait_ready(self) -> None:
+            raise Recorded
+
+        def kill(self) -> None:
+            return None
+
+    def start(**changes: object) -> list[ChildStart]:
+        starts.clear()
+        with pytest.raises(Recorded):
+            AscendEngine(replace(GOOD, **changes), tmp_path)  # type: ignore[arg-type]
+        return list(starts)
+
+    monkeypatch.setattr(_vllm_adapter, "EngineProcess", Recorder)
+    return start
+
+
 @pytest.mark.parametrize("real", [True, False])
 def test_one_place_decides_between_device_and_emulation(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, real: bool
+    monkeypatch: pytest.MonkeyPatch, started: Callable[..., list[ChildStart]], real: bool
 ) -> None:
     """On devices nothing is emulated, nothing relaxed, and no opened device is forked."""
+    for name in [name for name in os.environ if name.startswith("AFD_NPU_")]:
+        monkeypatch.delenv(name)
     monkeypatch.setattr(ascend, "real_device", lambda: real)
-    engine = object.__new__(AscendEngine)
-    backend, variables = engine.backend(GOOD), engine.environment(GOOD)
-    assert ("emulated_npu" in backend.facts) is not real
-    assert (backend.preload is None) is real
-    assert ("AFD_NPU_EMULATED" in variables) is not real
-    assert variables["VLLM_WORKER_MULTIPROC_METHOD"] == ("spawn" if real else "fork")
+    [start] = started()
+    assert ("emulated_npu" in start.backend.facts) is not real
+    assert (start.backend.preload is None) is real
+    assert ("AFD_NPU_EMULATED" in start.environment) is not real
+    assert start.environment["VLLM_WORKER_MULTIPROC_METHOD"] == ("spawn" if real else "fork")
 
 
-def test_data_parallel_ranks_differ_in_their_rank_alone() -> None:
-    engine = object.__new__(AscendEngine)
-    assert engine.rank_environments(GOOD) == [{}]
-    first, second = engine.rank_environments(replace(GOOD, data_parallel=2, expert_parallel=True))
+@pytest.mark.parametrize("changes", [{"soc": "A3"}, {"dtype": "bfloat16"}])
+def test_what_the_fork_server_does_not_emulate_starts_afresh(
+    started: Callable[..., list[ChildStart]],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+) -> None:
+    monkeypatch.setattr(ascend, "real_device", lambda: False)
+    [start] = started(**changes)
+    assert start.backend.preload is None
+
+
+def test_data_parallel_ranks_differ_in_their_rank_alone(
+    started: Callable[..., list[ChildStart]],
+) -> None:
+    [alone] = started()
+    assert not any(name.startswith("VLLM_DP_") for name in alone.environment)
+    first, second = (s.environment for s in started(data_parallel=2, expert_parallel=True))
     assert (first["VLLM_DP_RANK"], second["VLLM_DP_RANK"]) == ("0", "1")
-    differing = {name for name in first if first[name] != second[name]}
-    assert differing == {"VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL"}
+    assert {name for name in first if first[name] != second[name]} == {
+        "VLLM_DP_RANK",
+        "VLLM_DP_RANK_LOCAL",
+    }
     assert first["VLLM_DP_SIZE"] == "2"
+
+
+def test_parallelism_reaches_vllm(started: Callable[..., list[ChildStart]]) -> None:
+    [start] = started(tensor_parallel=2, expert_parallel=True, sequence_parallel=True)
+    assert start.engine_args["tensor_parallel_size"] == 2
+    assert start.engine_args["enable_expert_parallel"] is True
+    assert start.engine_args["additional_config"] == {"enable_flashcomm1": True}

@@ -196,10 +196,25 @@ class Inside:
             "evidence again": self.worker.afd_take_evidence(),
         }
 
+    @staticmethod
+    def angles(positions: torch.Tensor) -> list[bool] | None:
+        """Whether the cosines and sines kept for the step are those of ``positions``."""
+        from vllm_ascend.ops import rotary_embedding
+
+        if rotary_embedding._cos_slice is None:  # latent attention
+            return None
+        cos, sin = rotary_embedding._cos_sin_cache[positions].chunk(2, dim=-1)
+        return [
+            torch.equal(kept[0, :, 0, : half.shape[-1]], half)
+            for kept, half in (
+                (rotary_embedding._cos_slice, cos),
+                (rotary_embedding._sin_slice, sin),
+            )
+        ]
+
     def look(self) -> dict[str, Any]:
         """What each stage of one split step is given."""
         from vllm.forward_context import get_forward_context
-        from vllm_ascend.ops import rotary_embedding
 
         seen: list[dict[str, Any]] = []
 
@@ -216,9 +231,7 @@ class Inside:
                     "masked": None if mask is None else int(mask.sum()),
                     "layers": sorted(context.attn_metadata),
                     "globals": self.globals(),
-                    "angles": None
-                    if rotary_embedding._cos_slice is None
-                    else rotary_embedding._cos_slice.shape[1],
+                    "angles": self.angles(args[0]),
                     "context": id(context),
                     "contexts": context,  # alive, so that no id is used twice
                 }
