@@ -45,6 +45,7 @@ class VllmEngine:
     """
 
     name: str
+    runs_on_cpu = False  # whether what a recipe needs of a CPU's kernels concerns it
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class VllmEngine:
                         "VLLM_CACHE_ROOT": str(cache_dir / "vllm"),
                     },
                     engine_args=self.engine_args(config),
-                    needs_amx=needs_amx,
+                    needs_amx=needs_amx and self.runs_on_cpu,
                     log_path=str(log),
                     scratch=tempfile.mkdtemp(prefix="afd-vllm-"),
                     kv_cache_bytes=kv_cache_bytes,

@@ -15,6 +15,7 @@ class VllmCpuEngine(VllmEngine):
     """A :class:`~afd_testkit.engines.base.PrefillEngine` on vLLM's CPU backend."""
 
     name = "vllm-cpu"
+    runs_on_cpu = True
 
     def check_config(self, config: EngineConfig) -> None:
         """One process, and blocks that CPU attention takes."""
