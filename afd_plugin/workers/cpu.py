@@ -96,8 +96,8 @@ def _runner_class() -> Generator[None, None, None]:
 
     Why a patch: the worker names its runner class in the middle of ``init_device`` and offers
     no other seam; building a second runner would load the device state twice.  The signatures
-    of both are pinned in ``compat.vllm``.  Remove when the worker takes its runner class from
-    a method or attribute.
+    of both are pinned in ``compat.pinned_vllm``.  Remove when the worker takes its runner class
+    from a method or attribute.
     """
     with replaced(AttributeSlot(cpu_worker, "CPUModelRunner"), AFDCPUModelRunner):
         yield

@@ -216,8 +216,8 @@ def _runner_class() -> Generator[None, None, None]:
     """``NPUWorker.init_device`` builds an :class:`AFDNPUModelRunner` inside.
 
     Why a patch: the worker names its runner class in the middle of ``init_device`` and offers
-    no other seam.  The name and the signatures are pinned in ``compat.ascend``.  Remove when the
-    worker takes its runner class from a method or attribute.
+    no other seam.  The name and the signatures are pinned in ``compat.pinned_ascend``.  Remove
+    when the worker takes its runner class from a method or attribute.
     """
     with replaced(AttributeSlot(worker_module, "NPUModelRunner"), AFDNPUModelRunner):
         yield
