@@ -361,7 +361,8 @@ def is_prefill(step: StepRecord) -> bool:
 def need_split(check: Check, runs: Sequence[RunResult], split: SplitSetting) -> None:
     """Some step was really split.
 
-    With the user's prompts there may be nothing to cut; the check is then not applicable.
+    With the user's prompts there may be nothing to cut, or only where a request reads what
+    another of its step writes; the check is then not applicable.
     Raises :class:`Requirement` or :class:`NotApplicable`.
     """
     if split.policy == "off":
@@ -370,11 +371,20 @@ def need_split(check: Check, runs: Sequence[RunResult], split: SplitSetting) -> 
     steps = [step for run in runs for step in run.steps if is_prefill(step)]
     done = sum(len(step.forward_rows) == 2 for step in steps)
     check.facts["split_steps"] = done
-    if check.session.user and not any(defined_cut(step, split) is not None for step in steps):
+    if check.session.user and not any(_can_be_cut(step, split) for step in steps):
         raise NotApplicable(
             f"no step of these prompts can be cut by {split.policy} at alignment {split.alignment}"
         )
     check.need(done > 0, "no step was really split")
+
+
+def _can_be_cut(step: StepRecord, split: SplitSetting) -> bool:
+    """Whether the definition cuts ``step``, and no request reads what another one writes there.
+
+    That the splitter does not call a hazard what is none, the ``same-step`` cases judge.
+    """
+    hazard = step.evidence is not None and step.evidence["hazard_action"] == "unsplit"
+    return defined_cut(step, split) is not None and not hazard
 
 
 def expected_cut(num_tokens: int, alignment: int) -> int | None:

@@ -183,6 +183,30 @@ def test_prompts_of_the_user_that_can_be_cut_are_judged() -> None:
     assert all(result.facts["split_steps"] == 1 for result in results)
 
 
+def given_up(run: RunResult) -> RunResult:
+    """As if every cut had been a hazard: each step ran whole, and its evidence says why."""
+    steps = []
+    for step in run.steps:
+        rows = sum(row.num_scheduled for row in step.requests)
+        whole = {"policy": "unsplit", "stage_tokens": (rows,), "stage_input_tokens": (rows,)}
+        why = {"reason": "kv_hazard", "hazard": "a reads b", "hazard_action": "unsplit"}
+        evidence = {**(step.evidence or {}), **whole, **why}
+        steps.append(replace(step, forward_rows=(rows,), evidence=evidence))
+    return replace(run, steps=tuple(steps))
+
+
+def test_hazards_in_every_cut_are_no_failure_of_the_users_prompts_alone() -> None:
+    two = session(given_up, user=user(40, 30), rounds=2)
+    results = list(GATES["prefix-hit"].run(two, SUBJECT, "user-prompts"))
+    whole = [result for result in results if "off" in result.variant]
+    split = [result for result in results if "off" not in result.variant]
+    assert outcomes(whole) == {Outcome.PASSED}
+    assert outcomes(split) == {Outcome.SKIPPED}
+    assert "no step of these prompts can be cut" in split[0].message
+    own = [r for r in checks("prefix-hit", "50 %", given_up) if "token" in r.variant]
+    assert outcomes(own) == {Outcome.FAILED}
+
+
 @pytest.mark.parametrize(
     ("tokens", "alignment", "cut"),
     [(105, 8, 56), (1069, 2, 534), (5, 1, 3), (3, 4, None), (1, 1, None), (40, 2, 20)],
