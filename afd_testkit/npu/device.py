@@ -6,6 +6,7 @@ bytes allocated, so code that sizes a cache from it must be told the size instea
 
 from __future__ import annotations
 
+import itertools
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from afd_testkit.npu.settings import SOCS, EmulationSettings
 from afd_testkit.npu.stream_state import current_device_index, device_index, set_device_index
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+_POOLS = itertools.count(1)
 
 
 class DeviceProperties(NamedTuple):
@@ -114,6 +116,11 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 def no_pool(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
     """A memory pool of the host is the host's memory."""
     return nullcontext()
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    """A new name for a pool, as torch makes them; capturing a graph into it is refused."""
+    return (0, next(_POOLS))
 
 
 class _Selected(AbstractContextManager[None]):

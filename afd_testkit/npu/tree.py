@@ -84,6 +84,7 @@ def npu_module(devices: EmulatedDevices) -> ClosedModule:
             "config": SimpleNamespace(allow_internal_format=False),
             **memory_calls,
             "set_compile_mode": device.nothing,
+            "graph_pool_handle": device.graph_pool_handle,
             "manual_seed": torch.manual_seed,
             "manual_seed_all": torch.manual_seed,
             "get_rng_state": torch.get_rng_state,
@@ -128,7 +129,11 @@ def build(devices: EmulatedDevices) -> Mapping[str, ModuleType]:
         known_names("torch_npu"),
     )
     add("torch_npu.atb", _reference_functions("torch_npu.atb"), known_names("torch_npu.atb"))
-    add("torch_npu._C", {"_NPUTaskGroupHandle": type("_NPUTaskGroupHandle", (), {})})
+    add(
+        "torch_npu._C",
+        {"_NPUTaskGroupHandle": type("_NPUTaskGroupHandle", (), {})},
+        known_names("torch_npu._C"),
+    )
     add("torch_npu._C._distributed_c10d", {"ProcessGroupHCCL": ProcessGroupHCCL})
     add("torch_npu.profiler", {}, known_names("torch_npu.profiler"))
     add("torch_npu.profiler.dynamic_profile", {}, ("init", "step", "start"))

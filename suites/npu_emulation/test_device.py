@@ -10,7 +10,7 @@ import torch
 
 from afd_testkit.npu import stream_state
 from afd_testkit.npu.device import VISIBLE, EmulatedDevices
-from afd_testkit.npu.errors import EmulationError
+from afd_testkit.npu.errors import EmulationError, NotEmulated
 from afd_testkit.npu.install import emulated
 from afd_testkit.npu.settings import CANN_VERSION, EmulationSettings
 
@@ -125,3 +125,10 @@ def test_random_state_is_the_hosts() -> None:
         assert torch.equal(torch.rand(3), first)
     finally:
         torch.set_rng_state(state)
+
+
+def test_a_pool_has_a_name_and_no_graph_goes_into_it() -> None:
+    with emulated():
+        assert torch.npu.graph_pool_handle() != torch.npu.graph_pool_handle()
+        with pytest.raises(NotEmulated, match=r"torch\.npu\.NPUGraph\(\)"):
+            torch.npu.NPUGraph()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from afd_testkit.npu import host_memory
 from afd_testkit.npu.install import emulated
 from afd_testkit.npu.redirect import RedirectMode, is_npu_name
 
@@ -152,3 +156,43 @@ def test_generators_tensors_and_modules() -> None:
     again = torch.Generator().manual_seed(5)
     expected = torch.rand(4, generator=again)
     assert torch.equal(torch.rand(4, generator=generator), expected)
+
+
+MANY = 1 << 30  # bytes
+
+
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.usefixtures("redirect")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
+def test_large_zeros_take_memory_where_they_are_used(dtype: torch.dtype) -> None:
+    rows = MANY // 1024 // dtype.itemsize
+    before = resident()
+    cache = torch.zeros(2, rows // 2, 1024, dtype=dtype, device="npu")
+    assert resident() - before < MANY // 4
+    assert (cache.dtype, cache.device) == (dtype, torch.device("cpu"))
+    assert (cache.shape, cache.is_contiguous()) == ((2, rows // 2, 1024), True)
+    cache[1, 3] = 5
+    other = torch.zeros((rows, 1024), dtype=dtype, device="npu:0")
+    assert int(cache[1, 3].sum(dtype=torch.int64)) == 5 * 1024
+    assert int(cache[:, :100].sum(dtype=torch.int64)) == 5 * 1024
+    assert int(other[:100].sum(dtype=torch.int64)) == 0
+    assert not cache._is_view()
+    assert cache.data_ptr() % 64 == 0
+
+
+@pytest.mark.usefixtures("redirect")
+def test_zeros_that_are_not_plain_are_torchs_own() -> None:
+    count = host_memory.LARGE
+    assert torch.zeros(count, device="meta").is_meta
+    assert torch.zeros(count, device="npu", requires_grad=True).requires_grad
+    out = torch.ones(count)
+    assert torch.zeros(count, out=out) is out
+    with torch.device("meta"):
+        assert torch.zeros(count).is_meta
+    with FakeTensorMode():
+        assert isinstance(torch.zeros(count, device="npu"), FakeTensor)

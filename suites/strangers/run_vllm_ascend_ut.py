@@ -10,6 +10,7 @@ gives the folders named after a device (``a2``, ``a3_2``, ``310p``, …) to othe
 rest, and so does this; files that spoil the process for every other test run alone (``ALONE``).
 Both columns get the same stand-ins for what this host lacks: model configurations from
 ``models/`` as a hub cache (their CI downloads them), and torchvision's names from ``standins/``.
+Not among the models: DeepSeek-V2, whose eleven tests draw 10 GB of random weights each.
 
 Exit status: 0; 1 where a test that passes under its own mocks does not pass under the emulation
 and ``ledger.toml`` has no entry that says why, where an entry is stale, or where fewer tests pass
