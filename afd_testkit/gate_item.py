@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from afd_testkit.devices import Need
-from afd_testkit.engines.base import Topology
 from afd_testkit.settings import DEFAULT_RESULTS, Settings, default_cache
 from afd_testkit.summary import NO_ENGINE
 
@@ -45,7 +44,7 @@ def describe(item: pytest.Item, gate: str, settings: Settings) -> GateItem:
     strings = [value for value in named if isinstance(value, str) and value]
     if len(strings) == len(named):
         engine, model, dtype = strings[0], Path(strings[1]).name, strings[2]
-    topology = getattr(subject, "topology", None)
+    label = getattr(getattr(subject, "topology", None), "topology_label", str)
     return GateItem(
         gate=gate,
         engine=engine,
@@ -53,7 +52,7 @@ def describe(item: pytest.Item, gate: str, settings: Settings) -> GateItem:
         dtype=dtype,
         case=case if isinstance(case, str) and case else item.nodeid,
         command=repeat_command(item, settings),
-        topology=topology.topology_label() if isinstance(topology, Topology) else "",
+        topology=label(),
     )
 
 

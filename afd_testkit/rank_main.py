@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import traceback
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +70,7 @@ def load(request: Request) -> Callable[..., Any]:
         spec = importlib.util.spec_from_file_location(request.module, request.file)
         if spec is None or spec.loader is None:
             raise
+        _add_parents(request.module, Path(request.file))
         module = importlib.util.module_from_spec(spec)
         sys.modules[request.module] = module
         spec.loader.exec_module(module)
@@ -77,6 +79,17 @@ def load(request: Request) -> Callable[..., Any]:
         found = getattr(found, name)
     function: Callable[..., Any] = found
     return function
+
+
+def _add_parents(module: str, file: Path) -> None:
+    """Packages for the folders above ``file``: pickle imports them for what ``module`` holds."""
+    names = module.split(".")[:-1]
+    for depth in range(1, len(names) + 1):
+        name = ".".join(names[:depth])
+        if name not in sys.modules:
+            package = types.ModuleType(name)
+            package.__path__ = [str(file.parents[len(names) - depth])]
+            sys.modules[name] = package
 
 
 def _portable(error: BaseException) -> BaseException | None:
