@@ -221,6 +221,17 @@ def test_flashcomm1_aligns_the_cut_and_pads_the_tail(ranks: dict[str, Any]) -> N
     assert first["completed"] is True
 
 
+def test_layers_are_told_of_the_padding_where_the_kernel_wants_it_only(
+    ranks: dict[str, Any],
+) -> None:
+    """53 tokens in 54 rows: the fused kernel's offsets end with the buffer, nothing else does."""
+    expected = [
+        {"tokens": 52, "query ends": [52], "rows": 52, "masked": 52},
+        {"tokens": 53, "query ends": [53, 54], "rows": 54, "masked": 53},
+    ]
+    assert ranks["stages"] == [expected, expected]
+
+
 def test_ranks_that_disagree_raise_on_both_with_both_plans(ranks: dict[str, Any]) -> None:
     """Rank 1 was told to align to 16: its cut would be 48, 57 tokens in 64 rows behind it."""
     plans = [

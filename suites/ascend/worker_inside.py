@@ -215,6 +215,7 @@ class Inside:
     def look(self) -> dict[str, Any]:
         """What each stage of one split step is given."""
         from vllm.forward_context import get_forward_context
+        from vllm_ascend import ascend_forward_context
 
         seen: list[dict[str, Any]] = []
 
@@ -233,7 +234,8 @@ class Inside:
                     "globals": self.globals(),
                     "angles": self.angles(args[0]),
                     "context": id(context),
-                    "contexts": context,  # alive, so that no id is used twice
+                    # Alive, so that no id is used twice.
+                    "kept": (context, ascend_forward_context._reserved_mc2_mask),
                 }
             )
 
@@ -243,7 +245,7 @@ class Inside:
         finally:
             handle.remove()
         for each in seen:
-            del each["contexts"]
+            del each["kept"]
         return {"stages": seen, "layers": len(self.runner.model.model.layers)}
 
     def report(self) -> dict[str, Any]:
@@ -310,6 +312,34 @@ def watch(worker: Any) -> None:
     worker.model_runner.execute_model = watched
 
 
+def note_stages(worker: Any) -> None:
+    """Remember what each stage's layers are told of its tokens and of its padding."""
+    from vllm.forward_context import get_forward_context
+
+    worker.stages = []
+
+    def hook(module: Any, args: Any) -> None:
+        context = get_forward_context()
+        if current_stage() is None:
+            return
+        first = next(iter(context.attn_metadata.values()))
+        worker.stages.append(
+            {
+                "tokens": first.num_actual_tokens,
+                "query ends": first.actual_seq_lengths_q,
+                "rows": context.num_tokens,
+                "masked": int(context.mc2_mask.sum()),
+            }
+        )
+
+    worker.model_runner.model.model.layers[0].register_forward_pre_hook(hook)
+
+
+def _stages(worker: Any) -> list[dict[str, Any]]:
+    stages: list[dict[str, Any]] = worker.stages
+    return stages
+
+
 def two_ranks(model: str) -> dict[str, Any]:
     """Alignment from FlashComm1, then ranks that disagree."""
     llm = start(
@@ -322,10 +352,12 @@ def two_ranks(model: str) -> dict[str, Any]:
     whole = log_probabilities(llm, (105,))
     llm.collective_rpc("afd_take_evidence")
     llm.collective_rpc(configure, args=([TOKEN, TOKEN],))
+    llm.collective_rpc(note_stages)
     split = log_probabilities(llm, (105,))
     found: dict[str, Any] = {
         "token": worst(split, whole),
         "evidence": llm.collective_rpc("afd_take_evidence"),
+        "stages": llm.collective_rpc(_stages),
     }
     llm.collective_rpc(watch)
     llm.collective_rpc(configure, args=([TOKEN, {**TOKEN, "async_moe_token_alignment": 16}],))

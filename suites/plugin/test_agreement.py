@@ -126,6 +126,14 @@ def test_digests_are_equal_exactly_for_equal_decisions(
         assert decision_digest(split) != one
 
 
+def test_a_whole_step_is_another_one_where_a_request_is_no_longer_prefilling() -> None:
+    def digest(flags: list[bool]) -> bytes:
+        batch = ScheduledBatch([1, 5], [7, 0], is_prefilling=flags)
+        return decision_digest(Unsplit(batch, "disabled", ""))
+
+    assert digest([True, True]) != digest([False, True])
+
+
 def test_a_digest_is_stable_across_processes() -> None:
     # Literals, so that another release or platform cannot come to another value unnoticed.
     plan = split_at(ScheduledBatch([3, 200, 17], [0, 64, 0]), 110)
