@@ -130,12 +130,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "query is float16.* takes bfloat16;",
         with_dtype(packed(), torch.float16),
     ),
-    "mask-dtype": ("dtype", "atten_mask is float32", packed(atten_mask=MASK.float())),
-    "table-dtype": (
-        "dtype",
-        "block_table is int64.* takes int32",
-        paged(block_table=torch.zeros(1, 2, dtype=torch.int64)),
-    ),
     "mask-shape": ("layout", "2048", packed(atten_mask=MASK[:128, :128])),
     "mask-missing": ("layout", "2048", packed(atten_mask=None)),
     "packed-whole-mask": (
@@ -216,6 +210,23 @@ def test_each_limit_and_its_relaxation(kind: str, message: str, call: dict[str, 
     with relaxed(kind):
         out, _ = fused_v2(**call)
     assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize(
+    ("message", "call"),
+    [
+        ("atten_mask is float32", packed(atten_mask=MASK.float())),
+        (
+            "block_table is int64.* takes int32",
+            paged(block_table=torch.zeros(1, 2, dtype=torch.int64)),
+        ),
+        ("query is int8", with_dtype(packed(), torch.int8)),
+    ],
+    ids=["mask", "table", "integers"],
+)
+def test_dtypes_that_no_relaxation_takes(message: str, call: dict[str, Any]) -> None:
+    with relaxed("dtype", "alignment", "layout"), pytest.raises(KernelLimit, match=message):
+        fused_v2(**call)
 
 
 def test_a_compressed_mask_with_other_content_is_refused_always() -> None:

@@ -155,11 +155,6 @@ def test_what_has_no_reference_is_refused_by_name(argument: str, given: object) 
     ("kind", "message", "call"),
     [
         (
-            "dtype",
-            "query is float64",
-            packed(**{name: packed()[name].double() for name in ("query", "key", "value")}),
-        ),
-        (
             "alignment",
             "768",
             packed(query=torch.zeros(7, 4, 784), key=torch.zeros(9, 2, 784)),
@@ -172,6 +167,13 @@ def test_limits_of_packed_attention(kind: str, message: str, call: dict[str, Any
         fusion(**call)
     with relaxed(kind):
         assert fusion(**call)[0].shape == (7, 4, call["value"].shape[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32])
+def test_dtypes_that_no_relaxation_takes(dtype: torch.dtype) -> None:
+    call = packed(**{name: packed()[name].to(dtype) for name in ("query", "key", "value")})
+    with relaxed("dtype"), pytest.raises(KernelLimit, match=r"query is (float64|int32)"):
+        fusion(**call)
 
 
 @pytest.mark.parametrize(

@@ -243,8 +243,6 @@ def test_decode_takes_a_workspace_that_changes_nothing() -> None:
     ("kind", "message", "changes"),
     [
         ("dtype", "query is float32", {"query": normal(2, 4, 16, seed=1)}),
-        ("dtype", "context_lens is int64", {"context_lens": torch.tensor([9, 5])}),
-        ("dtype", "block_table is int64", {"block_table": torch.zeros(2, 2, dtype=torch.int64)}),
         (
             "alignment",
             "blocks of 24 tokens",
@@ -284,5 +282,9 @@ def test_decode_refuses_lengths_and_blocks_beyond_what_there_is() -> None:
             decode(**call | {"context_lens": torch.tensor([33, 5], dtype=torch.int32)})
         with pytest.raises(KernelLimit, match="block table entries"):
             decode(**call | {"context_lens": torch.tensor([17, 5], dtype=torch.int32)})
+        with pytest.raises(KernelLimit, match="context_lens is int64"):
+            decode(**call | {"context_lens": torch.tensor([9, 5])})
+        with pytest.raises(KernelLimit, match="block_table is int64"):
+            decode(**call | {"block_table": torch.zeros(2, 2, dtype=torch.int64)})
         with pytest.raises(KernelLimit, match="a row for each request"):
             decode(**call | {"query": normal(1, 4, 16, seed=1)})

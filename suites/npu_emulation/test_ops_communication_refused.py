@@ -138,9 +138,10 @@ def alone(tmp_path: Path) -> Iterator[str]:
         ({"x": torch.ones(2, 33).half()}, r"33 elements.*kind 'alignment'"),
         ({"x": torch.ones(2, 8224).half()}, r"8224 elements.*kind 'alignment'"),
         ({"x": X[:1]}, r"x has shape \[1, 32\]"),
-        ({"expert_ids": IDS.long()}, r"expert_ids is int64.*kind 'dtype'"),
+        ({"expert_ids": IDS.long()}, "expert_ids is int64"),
+        ({"expert_ids": IDS[0]}, r"expert_ids \[2\]"),
         ({"expert_ids": torch.zeros_like(IDS)}, "names one expert twice"),
-        ({"x_active_mask": torch.ones(2)}, r"x_active_mask is float32.*kind 'dtype'"),
+        ({"x_active_mask": torch.ones(2)}, "x_active_mask is float32"),
         ({"x_active_mask": torch.ones(3, dtype=torch.bool)}, r"x_active_mask has shape \[3\]"),
         ({"x_active_mask": torch.tensor([False, True])}, r"before inactive.*kind 'layout'"),
         ({"moe_expert_num": 1025}, r"1025 experts.*kind 'layout'"),
@@ -156,9 +157,29 @@ def test_limits_of_dispatch(alone: str, changed: dict[str, Any], says: str) -> N
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
+        ({"x": X.int()}, "x is int32"),
+        ({"x": X.double()}, "x is float64"),
+        ({"expert_ids": IDS.long()}, "expert_ids is int64"),
+        ({"x_active_mask": torch.ones(2)}, "x_active_mask is float32"),
+    ],
+)
+def test_dtypes_that_no_relaxation_takes(alone: str, changed: dict[str, Any], says: str) -> None:
+    with relaxed("dtype"), pytest.raises(KernelLimit, match=says):
+        dispatched(v2.npu_moe_distribute_dispatch_v2, alone, **changed)()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
         ({"expand_x": torch.ones(4, 32)}, r"expand_x is float32.*kind 'dtype'"),
         ({"expert_scales": WEIGHTS.half()}, r"expert_scales is float16.*kind 'dtype'"),
         ({"shared_expert_x": X.float()}, r"shared_expert_x is float32.*kind 'dtype'"),
+        ({"expert_ids": IDS[0]}, r"expert_ids has shape \[2\]"),
+        ({"expert_scales": WEIGHTS[:1]}, r"expert_scales has shape \[1, 2\].*\[2, 2\]"),
+        ({"expert_scales": WEIGHTS[:, :1]}, r"expert_scales has shape \[2, 1\]"),
+        ({"expand_x": torch.ones(3, 32).half()}, r"expand_x has shape \[3, 32\].*the 4 rows"),
+        ({"shared_expert_x": X[:1]}, r"shared_expert_x has shape \[1, 32\]"),
+        ({"shared_expert_x": X.t()}, r"shared_expert_x has shape \[32, 2\]"),
         (
             {"ep_send_counts": torch.tensor([1, 2, 2, 2])},
             r"ep_send_counts are \[1, 2, 2, 2\].*give \[2, 4, 4, 4\]",
@@ -267,7 +288,7 @@ def relaxed_calls(place: Rank) -> list[list[int]]:
                 x, ids, name, world, rank, 8, x_active_mask=mask, global_bs=global_bs
             )[3].tolist()
             for x, ids, mask, global_bs in (
-                (torch.ones(2, 32), pairs.long(), None, 0),
+                (torch.ones(2, 32), pairs, None, 0),
                 (torch.ones(2, 5).half(), pairs, None, 0),
                 (torch.ones(2, 32).half(), pairs, torch.tensor([False, True]), 0),
                 (

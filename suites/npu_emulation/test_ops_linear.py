@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from afd_testkit.npu.errors import KernelLimit, NotEmulated
-from afd_testkit.npu.limits import relaxed
+from afd_testkit.npu.limits import KINDS, relaxed
 from afd_testkit.npu.ops import linear
 
 pytestmark = pytest.mark.cpu
@@ -197,10 +197,6 @@ LIMITS: dict[str, tuple[str, Callable[[], object]]] = {
         "dtype",
         lambda: linear.npu_matmul_add_fp32(*[A[0].half()] * 2, torch.zeros(128, 128).half()),
     ),
-    "transpose input": (
-        "dtype",
-        lambda: linear.npu_transpose_batchmatmul(A[:1].double(), B.double()),
-    ),
     "transpose weight": ("dtype", lambda: linear.npu_transpose_batchmatmul(A[:1], B.half())),
     "transpose K": (
         "alignment",
@@ -224,9 +220,7 @@ LIMITS: dict[str, tuple[str, Callable[[], object]]] = {
             torch.ones(1025, 1, 4).half(), torch.ones(1, 4, 4).half(), torch.ones(1025, 1, 4).half()
         ),
     ),
-    "logits": ("dtype", lambda: linear.npu_top_k_top_p(ROW.double(), k=K3)),
     "p": ("dtype", lambda: linear.npu_top_k_top_p(ROW, torch.ones(1).half())),
-    "k dtype": ("dtype", lambda: linear.npu_top_k_top_p(ROW, k=K3.long())),
     "k beyond the row": ("layout", lambda: linear.npu_top_k_top_p(ROW, k=K3 + 2)),
     "k of 0": ("layout", lambda: linear.npu_top_k_top_p(ROW, k=K3 - 3)),
     "k beyond 1024": ("layout", lambda: linear.npu_top_k_top_p(torch.zeros(1, 2000), k=K3 * 400)),
@@ -242,6 +236,65 @@ def test_limits_and_their_relaxation(case: str) -> None:
         call()
     with relaxed(kind):
         call()
+
+
+def add(x: torch.Tensor, weight: torch.Tensor, c: torch.Tensor) -> Callable[[], object]:
+    return lambda: linear.npu_matmul_add_fp32(x.half(), weight.half(), c)
+
+
+def transposed(x: torch.Tensor, weight: torch.Tensor) -> Callable[[], object]:
+    return lambda: linear.npu_transpose_batchmatmul(x, weight)
+
+
+def bmm(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> Callable[[], object]:
+    return lambda: linear.batch_matmul_transpose(a.half(), b.half(), c.half())
+
+
+TWO_ROWS = torch.zeros(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (add(torch.ones(2, 1), torch.ones(2, 1), torch.zeros(3, 4)), r"C has shape \[3, 4\]"),
+        (add(torch.ones(2, 3), torch.ones(1, 4), torch.zeros(3, 4)), r"weight \[1, 4\]"),
+        (add(torch.ones(2), torch.ones(2), torch.zeros(1, 1)), r"x has shape \[2\]"),
+        (transposed(A[:1].double(), B.double()), "input is float64"),
+        (transposed(A[:1].int(), B.int()), "input is int32"),
+        (transposed(A, B), r"input has shape \[2, 1, 128\]"),
+        (transposed(A[:1, :, :64], B), r"weight \[1, 128, 128\]"),
+        (transposed(A[0], B), "input has 2 axes"),
+        (
+            bmm(torch.ones(2, 3, 4), torch.ones(3, 4, 5), torch.zeros(3, 2, 5)),
+            r"tensor_c has shape \[3, 2, 5\].*\[2, 3, 5\]",
+        ),
+        (
+            bmm(torch.ones(2, 3, 4), torch.ones(3, 4, 5), torch.zeros(3, 10)),
+            r"tensor_c has shape \[3, 10\].*\[2, 15\]",
+        ),
+        (bmm(torch.ones(2, 1, 4), torch.ones(3, 4, 5), torch.zeros(2, 3, 5)), "tensor_a has shape"),
+        (lambda: linear.npu_top_k_top_p(ROW.double(), k=K3), "logits is float64"),
+        (lambda: linear.npu_top_k_top_p(ROW.long(), k=K3), "logits is int64"),
+        (lambda: linear.npu_top_k_top_p(ROW[0], k=K3), r"logits has shape \[4\]"),
+        (lambda: linear.npu_top_k_top_p(ROW, k=K3.long()), "k is int64"),
+        (lambda: linear.npu_top_k_top_p(TWO_ROWS, k=K3), r"k has shape \[1\]"),
+        (lambda: linear.npu_top_k_top_p(TWO_ROWS, torch.ones(1)), r"p has shape \[1\]"),
+        (
+            lambda: linear.get_masked_input_and_mask(torch.ones(2), 0, 4, 0, 4, 4),
+            "input is float32",
+        ),
+    ],
+)
+def test_what_has_no_result_is_refused_even_relaxed(call: Callable[[], object], says: str) -> None:
+    with relaxed(*KINDS), pytest.raises(KernelLimit, match=says):
+        call()
+
+
+def test_a_refused_product_leaves_its_target_alone() -> None:
+    target = torch.zeros(3, 4)
+    with pytest.raises(KernelLimit, match="C has shape"):
+        linear.npu_matmul_add_fp32(torch.ones(2, 1).half(), torch.ones(2, 1).half(), target)
+    assert torch.equal(target, torch.zeros(3, 4))
 
 
 def test_a_relaxed_k_keeps_at_most_the_row_and_at_least_one() -> None:

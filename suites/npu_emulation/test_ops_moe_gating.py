@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from afd_testkit.npu.errors import KernelLimit, NotEmulated
-from afd_testkit.npu.limits import relaxed
+from afd_testkit.npu.limits import KINDS, relaxed
 from afd_testkit.npu.ops import moe_gating
 
 pytestmark = pytest.mark.cpu
@@ -200,7 +200,6 @@ def test_gating_softmax_with_row_numbers(shape: tuple[int, ...]) -> None:
 
 LOGITS = torch.zeros(2, 8)
 LIMITS: dict[str, tuple[str, Callable[[], object]]] = {
-    "x": ("dtype", lambda: ascend(LOGITS.double(), 2)),
     "bias": ("dtype", lambda: ascend(LOGITS, 2, bias_opt=torch.zeros(8).half())),
     "axes": ("layout", lambda: ascend(LOGITS[None], 2)),
     "experts": ("layout", lambda: ascend(torch.zeros(1, 2049), 2)),
@@ -214,7 +213,6 @@ LIMITS: dict[str, tuple[str, Callable[[], object]]] = {
         "layout",
         lambda: moe_gating.npu_moe_gating_top_k(LOGITS, 2, k_group=4, group_count=4),
     ),
-    "softmax x": ("dtype", lambda: moe_gating.npu_moe_gating_top_k_softmax(LOGITS.double())),
     "softmax axes": ("layout", lambda: moe_gating.npu_moe_gating_top_k_softmax(LOGITS[0])),
     "softmax k": (
         "layout",
@@ -240,6 +238,9 @@ def test_all_groups_kept_need_no_padding() -> None:
     ("call", "says"),
     [
         (lambda: ascend(LOGITS, 0), "k=0"),
+        (lambda: ascend(LOGITS.double(), 2), "x is float64"),
+        (lambda: ascend(LOGITS.int(), 2), "x is int32"),
+        (lambda: moe_gating.npu_moe_gating_top_k_softmax(LOGITS.long()), "x is int64"),
         (lambda: ascend(LOGITS, 3, group_count=4), "k=3 .* 4 groups of 2"),
         (lambda: ascend(LOGITS, 1, k_group=5, group_count=4), "k_group=5"),
         (lambda: ascend(LOGITS, 1, group_count=3), "do not divide into 3"),
@@ -248,7 +249,7 @@ def test_all_groups_kept_need_no_padding() -> None:
     ],
 )
 def test_what_has_no_result_is_refused_even_relaxed(call: Callable[[], object], says: str) -> None:
-    with relaxed("layout", "alignment"), pytest.raises(KernelLimit, match=says):
+    with relaxed(*KINDS), pytest.raises(KernelLimit, match=says):
         call()
 
 

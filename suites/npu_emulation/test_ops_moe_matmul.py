@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afd_testkit.npu.errors import KernelLimit, NotEmulated
-from afd_testkit.npu.limits import relaxed
+from afd_testkit.npu.limits import KINDS, relaxed
 from afd_testkit.npu.ops.moe_matmul import npu_grouped_matmul
 
 pytestmark = pytest.mark.cpu
@@ -48,6 +48,7 @@ def close(got: torch.Tensor, expected: torch.Tensor, rounding: float = 1e-6) -> 
     torch.testing.assert_close(got.double(), expected, rtol=rounding, atol=1e-5)
 
 
+@settings(deadline=None)  # time is the machine's, not the reference's
 @given(
     st.lists(st.integers(0, 3), min_size=1, max_size=5),
     st.sampled_from([CUMSUM, COUNT]),
@@ -173,6 +174,8 @@ def test_an_output_dtype_number_is_what_torch_makes_of_a_dtype() -> None:
 X = torch.ones(2, DEPTH)
 W = torch.ones(1, DEPTH, WIDTH)
 TWO = torch.tensor([2])
+HALVES = torch.tensor([1, 2])
+SIZES = torch.tensor([3, 4])  # cumulated: 3 and 1
 
 
 def call(**changed: object) -> Callable[[], object]:
@@ -187,10 +190,8 @@ def call(**changed: object) -> Callable[[], object]:
 
 
 LIMITS: dict[str, tuple[str, Callable[[], object]]] = {
-    "x": ("dtype", call(x=[X.double()], weight=[W.double()])),
     "weight": ("dtype", call(weight=[W.half()])),
     "bias": ("dtype", call(bias=[torch.ones(1, WIDTH).half()])),
-    "group_list": ("dtype", call(group_list=TWO.int())),
     "tensors": (
         "layout",
         call(x=[X[:1]] * 129, weight=[W[0]] * 129, group_list=None, split_item=2),
@@ -217,7 +218,31 @@ def test_limits_and_their_relaxation(case: str) -> None:
         (call(group_list=torch.tensor([2, 1]), weight=[W.expand(2, DEPTH, WIDTH)]), "not decrease"),
         (call(group_list=torch.tensor([-1]), group_list_type=COUNT), "no negatives"),
         (call(group_list=torch.tensor([3])), "2 rows of x"),
-        (call(group_list=torch.tensor([1, 2])), "1 weights"),
+        (call(group_list=torch.tensor([1, 2])), "gives weight for 1 groups, there are 2"),
+        (call(x=[X.double()], weight=[W.double()]), "x is float64"),
+        (call(x=[X.int()], weight=[W.int()]), "x is int32"),
+        (call(group_list=TWO.int()), "group_list is int32"),
+        (call(x=[]), "lists no tensor"),
+        (call(x=[X[:, :1]]), r"rows of 1; every group"),
+        (call(x=[X[0]]), r"x is \[float32\[3\]\]"),
+        (
+            call(x=[X[:1], torch.cat([X, X[:1]])], weight=[W[0], W[0]], group_list=SIZES),
+            r"tensors of \[1, 3\] rows and group_list gives groups of \[3, 1\]",
+        ),
+        (
+            call(weight=[W.expand(2, DEPTH, WIDTH)], group_list=HALVES, bias=[W[0, 0]]),
+            "gives bias for 1 groups, there are 2",
+        ),
+        (
+            call(group_type=-1, split_item=0, group_list=None, bias=[W[0, 0]] * 2),
+            "gives bias for 2 groups, there are 1",
+        ),
+        (call(bias=[torch.ones(1, 1)]), r"bias of a group has shape \[1\]"),
+        (call(weight=[W[0], W[0]]), "gives weight for 2 groups, there are 1"),
+        (
+            call(weight=[W[0], W[0, :, :2]], group_list=HALVES),
+            "one N",
+        ),
         (call(group_list=None), "needs a group_list"),
         (call(split_item=0), "split_item 2 or 3, not 0"),
         (call(group_type=-1, split_item=0), "no group_list"),
@@ -228,7 +253,7 @@ def test_limits_and_their_relaxation(case: str) -> None:
 def test_what_has_no_result_is_refused_even_relaxed(
     refused: Callable[[], object], says: str
 ) -> None:
-    with relaxed("layout", "alignment"), pytest.raises(KernelLimit, match=says):
+    with relaxed(*KINDS), pytest.raises(KernelLimit, match=says):
         refused()
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from afd_testkit.npu.errors import KernelLimit
-from afd_testkit.npu.limits import relaxed
+from afd_testkit.npu.limits import KINDS, relaxed
 from afd_testkit.npu.ops import norm
 
 pytestmark = pytest.mark.cpu
@@ -166,11 +166,48 @@ DTYPE_LIMITS = {
 
 
 @pytest.mark.parametrize("case", list(DTYPE_LIMITS))
-def test_dtypes_that_the_kernel_does_not_take(case: str) -> None:
-    with pytest.raises(KernelLimit, match=r"float64.*kind 'dtype'"):
+def test_doubles_are_refused_even_relaxed(case: str) -> None:
+    with relaxed(*KINDS), pytest.raises(KernelLimit, match=r"is float64"):
         DTYPE_LIMITS[case]()
+
+
+def test_a_gamma_of_another_floating_dtype_is_a_limit() -> None:
+    x, gamma = random(5, 8), random(8, seed=1).bfloat16()
+    with pytest.raises(KernelLimit, match=r"gamma is bfloat16.*kind 'dtype'"):
+        norm.npu_rms_norm(x, gamma)
     with relaxed("dtype"):
-        DTYPE_LIMITS[case]()
+        y, _ = norm.npu_rms_norm(x, gamma)
+    check(y, rms_rows(x.tolist(), gamma.tolist(), 1e-6)[0], torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "call",
+    [
+        norm.npu_swiglu,
+        norm.npu_fast_gelu,
+        lambda x: norm.npu_rms_norm(x, torch.ones(4)),
+        lambda x: norm.npu_rms_norm(x, x[0]),
+        lambda x: norm.npu_gemma_rms_norm(x, x[0]),
+        lambda x: norm.npu_add_rms_norm(x, x, x[0]),
+    ],
+    ids=["swiglu", "gelu", "rms", "rms both", "gemma", "add"],
+)
+def test_integers_are_refused_even_relaxed(
+    call: Callable[[torch.Tensor], object], dtype: torch.dtype
+) -> None:
+    """They would be truncated: half of a unit becomes zero, without an error."""
+    with relaxed(*KINDS), pytest.raises(KernelLimit, match=str(dtype).removeprefix("torch.")):
+        call(torch.ones(2, 4, dtype=dtype))
+
+
+def test_more_than_eight_axes_are_a_limit() -> None:
+    nine = random(*[1] * 8, 2)
+    for call in (norm.npu_swiglu, norm.npu_fast_gelu):
+        with pytest.raises(KernelLimit, match=r"input has 9 axes.*kind 'layout'"):
+            call(nine)
+        with relaxed("layout"):
+            assert call(nine).dim() == 9
 
 
 def test_a_negative_epsilon_is_a_limit() -> None:
@@ -198,10 +235,15 @@ def test_a_negative_epsilon_is_a_limit() -> None:
             r"beta has shape \[1\]",
         ),
         (lambda: norm.npu_swiglu(torch.ones(2, 5)), "5 elements along dim -1"),
+        (lambda: norm.npu_swiglu(torch.tensor(1.0)), "input has 0 axes"),
+        (lambda: norm.npu_swiglu(torch.ones(2, 4), 2), "2 axes and dim is 2"),
+        (lambda: norm.npu_swiglu(torch.ones(2, 4), -3), "2 axes and dim is -3"),
+        (lambda: norm.npu_rms_norm(torch.ones(2, 4), torch.tensor(1.0)), r"gamma has shape \[\]"),
+        (lambda: norm.npu_rms_norm(*[torch.tensor(1.0)] * 2), r"gamma has shape \[\]"),
     ],
 )
 def test_shapes_that_have_no_result_are_refused_even_relaxed(
     call: Callable[[], object], says: str
 ) -> None:
-    with relaxed("layout", "alignment"), pytest.raises(KernelLimit, match=says):
+    with relaxed(*KINDS), pytest.raises(KernelLimit, match=says):
         call()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from afd_testkit.npu.errors import KernelLimit, NotEmulated
-from afd_testkit.npu.limits import relaxed
+from afd_testkit.npu.limits import KINDS, relaxed
 from afd_testkit.npu.ops import rotary
 
 pytestmark = pytest.mark.cpu
@@ -162,8 +162,46 @@ def test_apply_rotary_pos_emb_gives_new_tensors(mode: str, layout: str) -> None:
     assert torch.equal(key, before[1])
 
 
+def in_place(**changed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two tokens with two heads of four; what was turned."""
+    given = {
+        "positions": torch.tensor([1, 2]),
+        "query": torch.ones(2, 8),
+        "key": torch.ones(2, 8),
+        "cos_sin_cache": cache(4, 4),
+        **changed,
+    }
+    rotary.npu_rotary_embedding(head_size=4, is_neox_style=True, **given)
+    return given["query"], given["key"]
+
+
+def test_a_strided_view_is_turned_in_place_where_layout_is_relaxed() -> None:
+    whole = random(2, 16)
+    before = whole.clone()
+    with relaxed("layout"):
+        in_place(query=whole[:, :8])
+    expected = [
+        turned(head, position, neox=True)
+        for position, row in zip((1, 2), before[:, :8].tolist(), strict=True)
+        for head in (row[:4], row[4:])
+    ]
+    close(whole[:, :8].contiguous(), expected)
+    assert torch.equal(whole[:, 8:], before[:, 8:])
+
+
+def test_x_broadcasts_to_no_table_but_a_table_to_x() -> None:
+    cos, sin = (table.view(1, 1, 1, 8) for table in tables([3], 8, neox=True))
+    x = random(2, 3, 2, 8)
+    got = rotary.npu_rotary_mul(x, cos, sin)
+    assert got.shape == x.shape
+    close(got, [turned(head, 3, neox=True) for head in x.view(-1, 8).tolist()])
+    assert rotary.npu_rotary_mul(x[:0], cos, sin).shape == (0, 3, 2, 8)
+
+
 FOUR = torch.ones(1, 1, 1, 64)
 HALF = FOUR.half()
+TOKENS5, BATCH4 = torch.ones(1, 1, 5, 64), torch.ones(4, 1, 1, 64)
+APPLY7 = torch.ones(1, 7, 1, 64)
 LIMITS: dict[str, tuple[str, Callable[[], torch.Tensor | tuple[torch.Tensor, ...]]]] = {
     "interleave float32": ("dtype", lambda: rotary.npu_interleave_rope(FOUR, FOUR, FOUR)),
     "interleave mixed": ("dtype", lambda: rotary.npu_interleave_rope(HALF, FOUR, FOUR)),
@@ -175,13 +213,15 @@ LIMITS: dict[str, tuple[str, Callable[[], torch.Tensor | tuple[torch.Tensor, ...
         "layout",
         lambda: rotary.npu_interleave_rope(*[torch.ones(1, 2, 1, 64).half()] * 3),
     ),
-    "mul dtype": ("dtype", lambda: rotary.npu_rotary_mul(FOUR.double(), FOUR, FOUR)),
+    "interleave batch": (
+        "layout",
+        lambda: rotary.npu_interleave_rope(torch.ones(2, 1, 1, 64).half(), HALF, HALF),
+    ),
+    "strided query": ("layout", lambda: in_place(query=torch.ones(2, 16)[:, :8])),
+    "strided key": ("layout", lambda: in_place(key=torch.ones(8, 2).t())),
+    "mixed cache": ("dtype", lambda: in_place(cos_sin_cache=cache(4, 4).half())),
     "mul axes": ("layout", lambda: rotary.npu_rotary_mul(FOUR[0], FOUR[0], FOUR[0])),
     "mul width": ("layout", lambda: rotary.npu_rotary_mul(*[torch.ones(1, 1, 1, 896)] * 3)),
-    "apply query": (
-        "dtype",
-        lambda: rotary.npu_apply_rotary_pos_emb(FOUR.double(), *[FOUR.double()] * 3),
-    ),
     "apply cos": ("dtype", lambda: rotary.npu_apply_rotary_pos_emb(FOUR, FOUR, HALF, FOUR)),
 }
 
@@ -199,6 +239,48 @@ def test_limits_and_their_relaxation(case: str) -> None:
     ("call", "says"),
     [
         (lambda: rotary.npu_rotary_mul(*[torch.ones(1, 1, 1, 7)] * 3), "heads of 7 elements"),
+        (lambda: rotary.npu_rotary_mul(*[torch.tensor(1.0)] * 3), "no axis"),
+        (lambda: rotary.npu_rotary_mul(FOUR, TOKENS5, TOKENS5), r"r1 has shape \[1, 1, 5, 64\]"),
+        (lambda: rotary.npu_rotary_mul(FOUR, FOUR, TOKENS5), r"r2 has shape \[1, 1, 5, 64\]"),
+        (lambda: rotary.npu_rotary_mul(FOUR, FOUR[..., :1], FOUR), "r1 has shape"),
+        (lambda: rotary.npu_rotary_mul(FOUR, FOUR[0], FOUR), "r1 has shape"),
+        (lambda: rotary.npu_rotary_mul(FOUR[:0], BATCH4, FOUR), "r1 has shape"),
+        (lambda: rotary.npu_rotary_mul(FOUR, FOUR[:0], FOUR), r"r1 has shape \[0, 1, 1, 64\]"),
+        (
+            lambda: rotary.npu_rotary_mul(*[FOUR] * 3, rotate=torch.ones(64, 1)),
+            r"rotate has shape \[64, 1\]",
+        ),
+        (lambda: rotary.npu_rotary_mul(FOUR.double(), FOUR, FOUR), "input is float64"),
+        (lambda: rotary.npu_rotary_mul(FOUR.int(), FOUR, FOUR), "input is int32"),
+        (lambda: rotary.npu_rotary_mul(FOUR, FOUR.int(), FOUR), "r1 is int32"),
+        (
+            lambda: rotary.npu_interleave_rope(HALF, *[BATCH4.half()] * 2),
+            r"cos has shape \[4, 1, 1, 64\]",
+        ),
+        (
+            lambda: rotary.npu_interleave_rope(HALF, *[TOKENS5.half()] * 2),
+            r"cos has shape \[1, 1, 5, 64\]",
+        ),
+        (lambda: rotary.npu_interleave_rope(HALF, HALF, TOKENS5.half()), "sin has shape"),
+        (
+            lambda: rotary.npu_apply_rotary_pos_emb(*[FOUR.expand(1, 1, 2, 64)] * 2, *[APPLY7] * 2),
+            r"cos has shape \[1, 7, 1, 64\]",
+        ),
+        (lambda: rotary.npu_apply_rotary_pos_emb(FOUR, FOUR, FOUR, APPLY7), "sin has shape"),
+        (
+            lambda: rotary.npu_apply_rotary_pos_emb(FOUR, APPLY7, FOUR, FOUR),
+            r"key has shape \[1, 7, 1, 64\]",
+        ),
+        (lambda: rotary.npu_apply_rotary_pos_emb(*[FOUR.double()] * 4), "query is float64"),
+        (lambda: rotary.npu_apply_rotary_pos_emb(*[FOUR[..., :7]] * 4), "heads have 7"),
+        (lambda: in_place(positions=torch.tensor([-1, 0])), r"positions holds \[-1, 0\]"),
+        (lambda: in_place(positions=torch.tensor([0, 4])), "there are 4 rows of cos_sin_cache"),
+        (lambda: in_place(positions=torch.tensor([1.0, 2.0])), "positions is float32"),
+        (lambda: in_place(positions=torch.tensor([1])), "for 1 positions"),
+        (lambda: in_place(positions=torch.tensor([1, 2, 3, 0])), "for 4 positions"),
+        (lambda: in_place(key=torch.ones(1, 16)), r"key has shape \[1, 16\]"),
+        (lambda: in_place(query=torch.ones(2, 6)), r"query has shape \[2, 6\]"),
+        (lambda: in_place(query=torch.ones(2, 8).int()), "query is int32"),
         (
             lambda: rotary.npu_apply_rotary_pos_emb(FOUR[0], FOUR, FOUR, FOUR),
             "query has 3 axes and key 4",
@@ -208,7 +290,7 @@ def test_limits_and_their_relaxation(case: str) -> None:
 def test_shapes_that_have_no_result_are_refused_even_relaxed(
     call: Callable[[], object], says: str
 ) -> None:
-    with relaxed("layout", "alignment"), pytest.raises(KernelLimit, match=says):
+    with relaxed(*KINDS), pytest.raises(KernelLimit, match=says):
         call()
 
 

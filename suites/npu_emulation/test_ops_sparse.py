@@ -160,7 +160,6 @@ def test_what_must_be_given_is_named() -> None:
     [
         ("query", torch.Tensor.float, "dtype"),
         ("key_rope", torch.Tensor.half, "dtype"),
-        ("sparse_indices", torch.Tensor.long, "dtype"),
         ("query", lambda q: q.transpose(0, 1).contiguous().transpose(0, 1), "layout"),
     ],
 )
@@ -173,6 +172,11 @@ def test_limits_of_the_kernel_hold_unless_relaxed(
     with relaxed(kind):
         got, _, _ = npu_sparse_flash_attention(**given)
     torch.testing.assert_close(got.double(), expected(given), rtol=2**-8, atol=1e-5)
+
+
+def test_wide_indices_are_refused_even_relaxed() -> None:
+    with relaxed("dtype"), pytest.raises(KernelLimit, match="sparse_indices is int64"):
+        npu_sparse_flash_attention(**change("sparse_indices", torch.Tensor.long))
 
 
 def test_three_heads_and_blocks_of_eight_are_not_the_kernels() -> None:

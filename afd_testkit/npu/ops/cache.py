@@ -68,6 +68,12 @@ def _npu_reshape_and_cache(
                 f"{RESHAPE}: {tensor.shape[0]} tokens of {name} for {slot_indices.numel()} slots."
             )
     limit_dtype(RESHAPE, "slot_indices", slot_indices, (torch.int32,))
+    if key_cache.shape[:2] != value_cache.shape[:2]:
+        raise KernelLimit(
+            f"{RESHAPE}: key_cache {list(key_cache.shape)} and value_cache "
+            f"{list(value_cache.shape)}; a slot is a place in both, so that their blocks and block "
+            "sizes are equal."
+        )
     kept, slots = slots_to_write(RESHAPE, slot_indices, key_cache.shape[0] * key_cache.shape[1])
     write_tokens(key_cache, slots, key[kept])
     write_tokens(value_cache, slots, value[kept])
@@ -159,10 +165,12 @@ def _check_norm_rope(
     for name, tensor in (("kv", kv), ("gamma", gamma), ("cos", cos), ("sin", sin)):
         limit_dtype(NORM_ROPE, name, tensor, HALVES)
     limit_dtype(NORM_ROPE, "index", index, (torch.int64,))
-    if cos.dim() != 4 or cos.shape != sin.shape or rope_dim % 2:
+    shape = [kv.shape[0], 1, kv.shape[2], rope_dim]
+    if list(cos.shape) != shape or list(sin.shape) != shape or rope_dim % 2 or gamma.dim() != 1:
         raise KernelLimit(
-            f"{NORM_ROPE}: cos {list(cos.shape)} and sin {list(sin.shape)}; both are "
-            "[B, 1, S, Dk] with an even Dk."
+            f"{NORM_ROPE}: cos {list(cos.shape)}, sin {list(sin.shape)} and gamma "
+            f"{list(gamma.shape)}; for kv {list(kv.shape)} they are {shape} twice, with an even "
+            f"Dk, and [{norm_dim}]."
         )
     if index.numel() != kv.shape[0] * kv.shape[2]:
         raise KernelLimit(

@@ -20,6 +20,7 @@ from afd_testkit.npu.ops.arguments import (
     limit_dtype,
     limit_layout,
     require,
+    require_shape,
     undefined,
 )
 from afd_testkit.npu.ops.exchange import gathered, group_of, swapped
@@ -137,6 +138,11 @@ def _active_pairs(name: str, expert_ids: torch.Tensor, mask: torch.Tensor | None
 def _check_own(place: Place, expert_ids: torch.Tensor) -> None:
     """Limits on one rank's own arguments."""
     name = place.operator
+    require(
+        name,
+        expert_ids.dim() == 2,
+        f"expert_ids has shape {list(expert_ids.shape)}; it must be [tokens, K]",
+    )
     tokens, top_k = expert_ids.shape
     limit_dtype(name, "expert_ids", expert_ids, (torch.int32,))
     limit_layout(
@@ -210,14 +216,14 @@ def dispatch(
 ) -> Dispatched:
     """The seven results; ``triples`` is how version 2 says where a row came from."""
     name = place.operator
-    tokens, top_k = expert_ids.shape
     limit_dtype(name, "x", x, HALVES)
     require(
         name,
-        x.dim() == 2 and x.shape[0] == tokens,
+        x.dim() == expert_ids.dim() == 2 and x.shape[0] == expert_ids.shape[0],
         f"x has shape {list(x.shape)} and expert_ids {list(expert_ids.shape)}; they must be "
         "[tokens, hidden] and [tokens, K]",
     )
+    tokens, top_k = expert_ids.shape
     limit(
         name,
         "alignment",
@@ -284,6 +290,7 @@ def combine(
     limit_dtype(name, "expand_x", expand_x, HALVES)
     limit_dtype(name, "expert_scales", expert_scales, (torch.float32,))
     experts = agree(place, expert_ids, mask)
+    require_shape(name, "expert_scales", expert_scales, expert_ids.shape)
     received = experts.received()
     expected = received.flatten().cumsum(0).tolist()
     require(
@@ -291,6 +298,12 @@ def combine(
         ep_send_counts.tolist() == expected,
         f"ep_send_counts are {ep_send_counts.tolist()[:16]}, expert_ids of all ranks give "
         f"{expected[:16]}; pass what dispatch returned for the same expert_ids",
+    )
+    require(
+        name,
+        expand_x.dim() == 2 and expand_x.shape[0] >= expected[-1],
+        f"expand_x has shape {list(expand_x.shape)}; it must be [rows, hidden] with the "
+        f"{expected[-1]} rows that this rank received",
     )
     to_source = torch.empty(expected[-1], dtype=torch.int64)
     to_source[experts.by_source()] = torch.arange(expected[-1])
@@ -312,6 +325,12 @@ def combine(
     y = (results.view(tokens, top_k, expand_x.shape[1]) * weights).sum(dim=1)
     if shared_expert_x is not None:
         limit_dtype(name, "shared_expert_x", shared_expert_x, (expand_x.dtype,))
+        require(
+            name,
+            shared_expert_x.numel() == y.numel() and shared_expert_x.shape[-1:] == y.shape[-1:],
+            f"shared_expert_x has shape {list(shared_expert_x.shape)}; it must hold "
+            f"{list(y.shape)}, one row a token",
+        )
         y = y + shared_expert_x.float().view(y.shape)
     # The kernel skips tokens none of whose pairs takes part.
     written = experts.active.any(dim=1, keepdim=True)

@@ -19,6 +19,7 @@ from afd_testkit.npu.ops.arguments import (
     limit_dtype,
     limit_layout,
     require,
+    require_shape,
 )
 
 _DOCS = "torch_npu 2.10.0 operator documentation and shape functions"
@@ -67,6 +68,13 @@ def npu_matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, C: torch.Tensor) 
     limit_dtype(name, "x", x, HALVES)
     limit_dtype(name, "weight", weight, (x.dtype,))
     limit_dtype(name, "C", C, (torch.float32,))
+    require(
+        name,
+        x.dim() == weight.dim() == 2 and x.shape[0] == weight.shape[0],
+        f"x has shape {list(x.shape)} and weight {list(weight.shape)}; they must be [T, K] and "
+        "[T, N]",
+    )
+    require_shape(name, "C", C, (x.shape[1], weight.shape[1]))
     C.add_(x.float().t() @ weight.float())
 
 
@@ -109,8 +117,19 @@ def npu_transpose_batchmatmul(
     )
     limit_dtype(name, "input", input, FLOATS)
     limit_dtype(name, "weight", weight, (input.dtype,))
+    require(
+        name,
+        input.dim() == weight.dim() == 3,
+        f"input has {input.dim()} axes and weight {weight.dim()}; both need 3",
+    )
     left, right = input.permute(orders[0]).float(), weight.permute(orders[1]).float()
     batch, depth, columns = right.shape
+    require(
+        name,
+        (left.shape[0], left.shape[2]) == (batch, depth),
+        f"permuted, input has shape {list(left.shape)} and weight {list(right.shape)}; they must "
+        "be [B, M, K] and [B, K, N]",
+    )
     limit(
         name,
         "alignment",
@@ -160,7 +179,17 @@ def batch_matmul_transpose(
     limit_dtype(name, "tensor_a", tensor_a, HALVES)
     for label, tensor in (("tensor_b", tensor_b), ("tensor_c", tensor_c)):
         limit_dtype(name, label, tensor, (tensor_a.dtype,))
-    rows = tensor_a.shape[0]
+    require(
+        name,
+        tensor_a.dim() == tensor_b.dim() == 3 and tensor_a.shape[1:] == tensor_b.shape[:2],
+        f"tensor_a has shape {list(tensor_a.shape)} and tensor_b {list(tensor_b.shape)}; they must "
+        "be [M, B, K] and [B, K, N]",
+    )
+    rows, (batch, _, columns) = tensor_a.shape[0], tensor_b.shape
+    if tensor_c.dim() != 2:
+        require_shape(name, "tensor_c", tensor_c, (rows, batch, columns))
+    else:
+        require_shape(name, "tensor_c", tensor_c, (rows, batch * columns))
     limit_layout(
         name, 1 <= rows <= 1024, f"tensor_a has {rows} rows; the kernel takes 1 to 1024 of them"
     )
@@ -185,12 +214,19 @@ def npu_top_k_top_p(
     name = "npu_top_k_top_p"
     limit_dtype(name, "logits", logits, FLOATS)
     require(name, not (p is None and k is None), "neither p nor k is given; give one of them")
+    require(
+        name,
+        logits.dim() == 2,
+        f"logits has shape {list(logits.shape)}; it must be [rows, vocabulary]",
+    )
     ordered, order = torch.sort(logits.float(), dim=-1, stable=True)
     if k is not None:
         limit_dtype(name, "k", k, (torch.int32,))
+        require_shape(name, "k", k, logits.shape[:1])
         ordered = _keep_top_k(name, ordered, k)
     if p is not None:
         limit_dtype(name, "p", p, (logits.dtype,))
+        require_shape(name, "p", p, logits.shape[:1])
         cumulated = ordered.softmax(dim=-1).cumsum(dim=-1)
         drop = cumulated <= 1 - p.float().unsqueeze(1)
         drop[:, -1] = False
@@ -266,6 +302,7 @@ def get_masked_input_and_mask(
         f"the vocabulary edges {list(edges[1:])} must not decrease or be negative, nor the "
         f"padding of {num_org_vocab_padding}",
     )
+    limit_dtype("_C_ascend.get_masked_input_and_mask", "input", input, (torch.int32, torch.int64))
     original = (input >= org_vocab_start_index) & (input < org_vocab_end_index)
     added = (input >= added_vocab_start_index) & (input < added_vocab_end_index)
     rows = org_vocab_end_index - org_vocab_start_index + num_org_vocab_padding

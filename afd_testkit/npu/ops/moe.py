@@ -6,6 +6,6 @@ between ranks are in ``communication``.
 
 from __future__ import annotations
 
-from afd_testkit.npu.ops import moe_gating, moe_matmul, moe_rows
+from afd_testkit.npu.ops import moe_finalize, moe_gating, moe_matmul, moe_rows
 
-__all__ = ["moe_gating", "moe_matmul", "moe_rows"]
+__all__ = ["moe_finalize", "moe_gating", "moe_matmul", "moe_rows"]

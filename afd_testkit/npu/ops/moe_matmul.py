@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from afd_testkit.npu.errors import NotEmulated
+from afd_testkit.npu.errors import NotEmulated, describe_value
 from afd_testkit.npu.operators import operator
 from afd_testkit.npu.ops.arguments import (
     FLOATS,
@@ -15,6 +15,7 @@ from afd_testkit.npu.ops.arguments import (
     limit_dtype,
     limit_layout,
     require,
+    require_shape,
     undefined,
 )
 
@@ -62,19 +63,36 @@ def _sizes(group_list: GroupList, group_list_type: int) -> list[int]:
 def _product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
+    require(
+        _NAME,
+        x.dim() >= 1 and weight.dim() == 2 and x.shape[-1] == weight.shape[0],
+        f"a group has x {list(x.shape)} and weight {list(weight.shape)}; they must be [..., K] and "
+        "[K, N]",
+    )
+    if bias is not None:
+        require_shape(_NAME, "the bias of a group", bias, weight.shape[1:])
     y = x.float() @ weight.float()
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
 def _per_group(
-    tensors: Sequence[torch.Tensor] | None, groups: int, matrix_axes: int
-) -> Sequence[torch.Tensor | None]:
-    """One tensor a group, from a list of them or from one tensor that stacks them."""
-    if tensors is None or len(tensors) == 0:
-        return [None] * groups
-    if len(tensors) == 1 and tensors[0].dim() == matrix_axes + 1:
-        return list(tensors[0].unbind(0))
-    return list(tensors)
+    label: str, tensors: Sequence[torch.Tensor], groups: int, axes: int
+) -> list[torch.Tensor]:
+    """``groups`` tensors of ``axes`` axes, from a list or from one tensor that stacks them."""
+    stacked = len(tensors) == 1 and tensors[0].dim() == axes + 1
+    each = list(tensors[0].unbind(0)) if stacked else list(tensors)
+    require(
+        _NAME,
+        len(each) == groups and all(tensor.dim() == axes for tensor in each),
+        f"{describe_value(list(tensors))} gives {label} for {len(each)} groups, there are "
+        f"{groups}; it must be one tensor of {axes} axes a group, or one that stacks them",
+    )
+    return each
+
+
+def _biases(bias: Sequence[torch.Tensor] | None, groups: int) -> Sequence[torch.Tensor | None]:
+    """One bias ``[N]`` a group; none at all where none is given."""
+    return _per_group("bias", bias, groups, 1) if bias else [None] * groups
 
 
 @operator(
@@ -147,6 +165,7 @@ def npu_grouped_matmul(
         scale_dtype=(scale_dtype, (None,)),
         per_token_scale_dtype=(per_token_scale_dtype, (None,)),
     )
+    require(_NAME, len(x) > 0 and len(weight) > 0, "x or weight lists no tensor")
     dtype = x[0].dtype
     for label, tensors in (("x", x), ("weight", weight)):
         limit_layout(_NAME, len(tensors) <= 128, f"{label} lists {len(tensors)} tensors, limit 128")
@@ -176,7 +195,7 @@ def _pairwise(
         f"group_type -1 pairs {len(x)} tensors of x with {len(weight)} of weight; it takes equally "
         f"many, no group_list, and split_item 0 or 1 (given {split_item})",
     )
-    biases = _per_group(bias, len(x), 1)
+    biases = _biases(bias, len(x))
     return [_product(*each, dtype) for each in zip(x, weight, biases, strict=True)]
 
 
@@ -191,24 +210,40 @@ def _by_rows(
 ) -> list[torch.Tensor]:
     require(_NAME, split_item in (2, 3), f"group_type 0 takes split_item 2 or 3, not {split_item}")
     require(_NAME, group_list is not None or len(x) > 1, "group_type 0 needs a group_list")
-    rows = x[0] if len(x) == 1 else torch.cat(list(x))
-    sizes = (
-        [each.shape[0] for each in x] if group_list is None else _sizes(group_list, group_list_type)
+    require(
+        _NAME,
+        all(each.dim() == 2 and each.shape[1] == x[0].shape[-1] for each in x),
+        f"x is {describe_value(list(x))}; with group_type 0 it is [M, K] or one [M, K] a group",
     )
-    weights = _per_group(weight, len(sizes), 2)
+    rows = x[0] if len(x) == 1 else torch.cat(list(x))
+    own = [each.shape[0] for each in x]
+    sizes = own if group_list is None else _sizes(group_list, group_list_type)
+    require(
+        _NAME,
+        len(x) == 1 or own == sizes,
+        f"x lists tensors of {own} rows and group_list gives groups of {sizes}; each tensor is one "
+        "group, so that both must agree",
+    )
+    weights = _per_group("weight", weight, len(sizes), 2)
     limit_layout(_NAME, len(sizes) <= 1024, f"group_list has {len(sizes)} groups, limit 1024")
     require(
         _NAME,
-        len(weights) == len(sizes) and sum(sizes) <= rows.shape[0],
-        f"group_list gives groups of {sizes} rows for {rows.shape[0]} rows of x and {len(weights)} "
-        "weights; it needs one group a weight and no more rows than there are",
+        sum(sizes) <= rows.shape[0],
+        f"group_list gives groups of {sizes} rows for {rows.shape[0]} rows of x; there must be no "
+        "fewer",
     )
-    width = weights[0].shape[-1] if weights[0] is not None else 0
+    width = weights[0].shape[1] if weights else 0
+    require(
+        _NAME,
+        all(matrix.shape == (rows.shape[1], width) for matrix in weights),
+        f"weight is {describe_value(list(weight))} for rows of {rows.shape[1]}; every group's must "
+        f"be [{rows.shape[1]}, N] with one N",
+    )
     y = undefined((rows.shape[0], width), dtype)
-    biases = _per_group(bias, len(sizes), 1)
+    biases = _biases(bias, len(sizes))
     begin = 0
     for size, matrix, extra in zip(sizes, weights, biases, strict=True):
-        if size and matrix is not None:
+        if size:
             y[begin : begin + size] = _product(rows[begin : begin + size], matrix, extra, dtype)
         begin += size
     return [y]

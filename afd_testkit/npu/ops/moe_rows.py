@@ -16,6 +16,8 @@ from afd_testkit.npu.ops.arguments import (
     limit_dtype,
     limit_layout,
     require,
+    require_indices,
+    require_shape,
     undefined,
 )
 
@@ -65,6 +67,8 @@ def _init_routing(
         f"active_expert_range is [{first}, {end}]; it must increase within 0 and expert_num, "
         f"{expert_num}",
     )
+    # Inactive experts are experts too: their rows are left to other ranks, not lost.
+    require_indices(name, "expert_idx", expert_idx, expert_num, "experts")
     top_k, pairs = expert_idx.shape[1], expert_idx.numel()
     flat = expert_idx.flatten().long()
     active = (flat >= first) & (flat < end)
@@ -78,6 +82,7 @@ def _init_routing(
     expanded_scale = undefined((rows,), torch.float32)
     if scale is not None:
         limit_dtype(name, "scale", scale, (torch.float32,))
+        require_shape(name, "scale", scale, x.shape[:1])
         expanded_scale[: written.numel()] = scale[written // top_k]
 
     if row_idx_type == _GATHER:
@@ -247,6 +252,17 @@ def npu_moe_token_permute(
     emulated_only(name, padded_mode=(padded_mode, (False,)))
     limit_dtype(name, "tokens", tokens, FLOATS)
     limit_dtype(name, "indices", indices, _INTEGERS)
+    require(
+        name,
+        tokens.dim() == 2 and indices.dim() in (1, 2) and indices.shape[0] == tokens.shape[0],
+        f"tokens has shape {list(tokens.shape)} and indices {list(indices.shape)}; they must be "
+        "[rows, hidden] and [rows, K] or [rows]",
+    )
+    require(
+        name,
+        bool((indices >= 0).all()),
+        f"indices holds {indices.flatten().tolist()[:16]}; an expert has a number from 0 on",
+    )
     top_k = indices.shape[1] if indices.dim() == 2 else 1
     limit_layout(name, top_k <= 512, f"indices has {top_k} columns; the kernel takes 512")
     order = torch.sort(indices.flatten(), stable=True).indices
@@ -281,67 +297,24 @@ def npu_moe_token_unpermute(
     emulated_only(name, padded_mode=(padded_mode, (False,)))
     limit_dtype(name, "permuted_tokens", permuted_tokens, FLOATS)
     limit_dtype(name, "sorted_indices", sorted_indices, _INTEGERS)
-    index = sorted_indices.long()
-    copies = permuted_tokens.shape[0]
     require(
         name,
-        bool(((index >= 0) & (index < copies)).all()),
-        f"sorted_indices are {index.tolist()[:16]}; permuted_tokens has {copies} rows",
+        permuted_tokens.dim() == 2 and sorted_indices.dim() == 1,
+        f"permuted_tokens has shape {list(permuted_tokens.shape)} and sorted_indices "
+        f"{list(sorted_indices.shape)}; they must be [copies, hidden] and [rows * K]",
     )
+    index = sorted_indices.long()
+    copies = permuted_tokens.shape[0]
+    require_indices(name, "sorted_indices", index, copies, "rows of permuted_tokens")
     gathered = permuted_tokens[index].float()
     if probs is None:
         return gathered.to(permuted_tokens.dtype)
-    weighted = gathered.view(*probs.shape, permuted_tokens.shape[1]) * probs.float().unsqueeze(-1)
-    return weighted.sum(dim=1).to(permuted_tokens.dtype)
-
-
-@operator(
-    "torch_npu.npu_moe_finalize_routing",
-    "npu_moe_finalize_routing(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2,"
-    " Tensor? bias, Tensor? scales, Tensor expanded_src_to_dst_row,"
-    " Tensor? export_for_source_row, int? drop_pad_mode=0) -> Tensor",
-    source=_DOCS,
-)
-def npu_moe_finalize_routing(
-    expanded_permuted_rows: torch.Tensor,
-    skip1: torch.Tensor | None,
-    skip2: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    expanded_src_to_dst_row: torch.Tensor,
-    export_for_source_row: torch.Tensor | None,
-    drop_pad_mode: int | None = 0,
-) -> torch.Tensor:
-    """``skip1 + skip2 + Σ_j scales[i, j] * (rows[dst[j * R + i]] + bias[expert[i, j]])``.
-
-    ``expanded_permuted_rows``: ``[R * K, H]``; ``expanded_src_to_dst_row``: int32 ``[R * K]``,
-    numbered column by column (``j * R + i``), unlike the other operators; ``scales``: ``[R, K]``,
-    without it K is 1 and every scale 1; ``bias``: ``[E, H]`` with ``export_for_source_row``
-    ``[R, K]`` int32, which has no meaning without it; ``skip1``, ``skip2``: ``[R, H]``.  Not
-    emulated: ``drop_pad_mode``.
-    """
-    name = "npu_moe_finalize_routing"
-    emulated_only(name, drop_pad_mode=(drop_pad_mode, (0, None)))
-    limit_dtype(name, "expanded_permuted_rows", expanded_permuted_rows, FLOATS)
-    limit_layout(
-        name,
-        skip1 is not None or skip2 is None,
-        "skip2 is given without skip1; the kernel takes skip1 first",
-    )
+    limit_dtype(name, "probs", probs, FLOATS)
     require(
         name,
-        bias is None or export_for_source_row is not None,
-        "bias is given without export_for_source_row, which says whose bias each row gets",
+        probs.dim() == 2 and probs.numel() == index.numel(),
+        f"probs has shape {list(probs.shape)} for {index.numel()} sorted_indices; it must be "
+        "[rows, K] with as many elements",
     )
-    top_k = 1 if scales is None else scales.shape[1]
-    index = expanded_src_to_dst_row.long().view(top_k, -1).t()
-    values = expanded_permuted_rows[index].float()
-    if bias is not None and export_for_source_row is not None:
-        values = values + bias[export_for_source_row.long()].float()
-    if scales is not None:
-        values = values * scales.float().unsqueeze(-1)
-    total = values.sum(dim=1)
-    for skip in (skip1, skip2):
-        if skip is not None:
-            total = total + skip.float()
-    return total.to(expanded_permuted_rows.dtype)
+    weighted = gathered.view(*probs.shape, permuted_tokens.shape[1]) * probs.float().unsqueeze(-1)
+    return weighted.sum(dim=1).to(permuted_tokens.dtype)

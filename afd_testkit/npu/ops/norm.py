@@ -27,7 +27,7 @@ def _normalized(
     axes = list(range(x.dim() - gamma.dim(), x.dim()))
     require(
         name,
-        x.dim() >= gamma.dim() and list(x.shape[-gamma.dim() :]) == list(gamma.shape),
+        x.dim() >= gamma.dim() >= 1 and list(x.shape[-gamma.dim() :]) == list(gamma.shape),
         f"gamma has shape {list(gamma.shape)}, the input {list(x.shape)}; gamma's shape must be "
         "the input's last axes",
     )
@@ -161,6 +161,13 @@ def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     halves.
     """
     limit_dtype("npu_swiglu", "input", input, FLOATS)
+    axes = input.dim()
+    require(
+        "npu_swiglu",
+        axes >= 1 and -axes <= dim < axes,
+        f"input has {axes} axes and dim is {dim}; there must be that axis to halve",
+    )
+    limit_layout("npu_swiglu", axes <= 8, f"input has {axes} axes; the kernel takes 1 to 8")
     extent = input.shape[dim]
     require(
         "npu_swiglu",
@@ -175,5 +182,7 @@ def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
 def npu_fast_gelu(input: torch.Tensor) -> torch.Tensor:
     """``x / (1 + exp(-1.702 x))``, the formula documented for A2 and A3; any shape to 8 axes."""
     limit_dtype("npu_fast_gelu", "input", input, FLOATS)
+    axes = input.dim()
+    limit_layout("npu_fast_gelu", axes <= 8, f"input has {axes} axes; the kernel takes up to 8")
     x = input.float()
     return (x * torch.sigmoid(1.702 * x)).to(input.dtype)
