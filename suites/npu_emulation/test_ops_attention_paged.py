@@ -255,7 +255,7 @@ def test_decode_takes_a_workspace_that_changes_nothing() -> None:
             "alignment",
             "at most 576",
             {
-                "key_cache": torch.zeros(4, 16, 2, 592, dtype=torch.bfloat16),
+                "key_cache": torch.zeros(12, 16, 2, 592, dtype=torch.bfloat16),
                 "query": torch.zeros(2, 4, 592, dtype=torch.bfloat16),
             },
         ),
@@ -286,5 +286,11 @@ def test_decode_refuses_lengths_and_blocks_beyond_what_there_is() -> None:
             decode(**call | {"context_lens": torch.tensor([9, 5])})
         with pytest.raises(KernelLimit, match="block_table is int64"):
             decode(**call | {"block_table": torch.zeros(2, 2, dtype=torch.int64)})
+        with pytest.raises(KernelLimit, match="equally wide"):
+            decode(**call | {"query": normal(2, 4, 8, seed=1)})
+        with pytest.raises(KernelLimit, match=r"out \[1, 4, 32\] for query"):
+            decode(**call | {"out": torch.zeros(1, 4, 32)})
+        with pytest.raises(KernelLimit, match=r"out \[2, 4, 16\] for query"):
+            decode(**call | {"out": torch.zeros(2, 4, 16)})
         with pytest.raises(KernelLimit, match="a row for each request"):
             decode(**call | {"query": normal(1, 4, 16, seed=1)})

@@ -239,10 +239,15 @@ def test_limits_of_latent_writes(kind: str, message: str, call: dict[str, Any]) 
         ("kv is \\[B, 1, S, 47\\]", {"gamma": torch.ones(31, dtype=BF16)}),
         ("ckv_cache is", {"ckv_cache": torch.zeros(2, 16, 1, 16, dtype=BF16)}),
         ("even Dk", {"sin": torch.zeros(3, 1, 2, 14, dtype=BF16)}),
+        *[
+            ("even Dk", dict.fromkeys(("cos", "sin"), torch.zeros(shape, dtype=BF16)))
+            for shape in ((6, 1, 2, 16), (3, 1, 1, 16), (3, 2, 2, 16), (1, 1, 2, 16))
+        ],
+        ("index is int32", {"index": torch.arange(6, dtype=torch.int32)}),
     ],
 )
 def test_latent_writes_that_contradict_themselves(message: str, changes: dict[str, Any]) -> None:
-    with pytest.raises(KernelLimit, match=message):
+    with relaxed(*KINDS), pytest.raises(KernelLimit, match=message):
         norm_rope(**norm_rope_call(BF16, **changes))
 
 

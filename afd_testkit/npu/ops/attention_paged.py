@@ -55,6 +55,18 @@ def _npu_paged_attention(
         PagedCache(PAGED, name, cache.transpose(1, 2), num_kv_heads)
         for name, cache in (("key_cache", key_cache), ("value_cache", value_cache))
     ]
+    width = num_heads * value_cache.shape[3]
+    if out.dim() < 2 or out.shape[0] < requests or out.shape[1:].numel() != width:
+        raise KernelLimit(
+            f"{PAGED}: out {list(out.shape)} for query {list(query.shape)}; it holds {num_heads} "
+            f"heads of {value_cache.shape[3]} elements for each of {requests} requests."
+        )
+    if key_cache.shape[3] != query.shape[2] or key_cache.shape[:2] != value_cache.shape[:2]:
+        raise KernelLimit(
+            f"{PAGED}: query {list(query.shape)} over key_cache {list(key_cache.shape)} and "
+            f"value_cache {list(value_cache.shape)}; heads of query and keys are equally wide, "
+            "and both caches have the same blocks."
+        )
     most = block_table.shape[1] * caches[0].block_size
     lengths = per_request(PAGED, "context_lens", context_lens.tolist(), requests, most)
     rows = out.view(out.shape[0], num_heads, caches[1].dim)
