@@ -10,7 +10,9 @@ gives the folders named after a device (``a2``, ``a3_2``, ``310p``, …) to othe
 rest, and so does this; files that spoil the process for every other test run alone (``ALONE``).
 Both columns get the same stand-ins for what this host lacks: model configurations from
 ``models/`` as a hub cache (their CI downloads them), and torchvision's names from ``standins/``.
-Not among the models: DeepSeek-V2, whose eleven tests draw 10 GB of random weights each.
+``--large-models`` adds those of ``models_large/``, whose tests fail without their configuration
+in both columns: Qwen3-8B (41 tests, about half a minute of CPU time) and DeepSeek-V2 (11 tests,
+several minutes and 13 GB of memory for random weights).
 
 Exit status: 0; 1 where a test that passes under its own mocks does not pass under the emulation
 and ``ledger.toml`` has no entry that says why, where an entry is stale, or where fewer tests pass
@@ -29,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,9 +96,10 @@ def batches(checkout: Path) -> list[Batch]:
     ]
 
 
-def hub_cache(folder: Path) -> Path:
-    """The model configurations of ``models/`` as Hugging Face's cache keeps them."""
-    for config in sorted((HERE / "models").glob("*/*.json")):
+def hub_cache(folder: Path, sources: Sequence[str]) -> Path:
+    """The model configurations in the folders ``sources`` as Hugging Face's cache keeps them."""
+    configs = [config for source in sources for config in sorted((HERE / source).glob("*/*.json"))]
+    for config in configs:
         home = folder / f"models--{config.parent.name}--{config.stem}"
         snapshot = home / "snapshots" / _REVISION
         snapshot.mkdir(parents=True)
@@ -106,7 +109,7 @@ def hub_cache(folder: Path) -> Path:
     return folder
 
 
-def environment(scratch: Path, workers: int) -> dict[str, str]:
+def environment(scratch: Path, workers: int, models: Sequence[str]) -> dict[str, str]:
     """What both columns run in: no network, and no path that shows the checkout's own package."""
     threads = max(1, (os.cpu_count() or 1) // workers)
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
@@ -118,7 +121,7 @@ def environment(scratch: Path, workers: int) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "PYTHONSAFEPATH": "1",
         "HF_HUB_OFFLINE": "1",
-        "HF_HUB_CACHE": str(hub_cache(scratch / "hub")),
+        "HF_HUB_CACHE": str(hub_cache(scratch / "hub", models)),
         "VLLM_CACHE_ROOT": str(scratch / "vllm"),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }
@@ -250,6 +253,9 @@ def main() -> int:
     one.add_argument("--own-mocks-only", dest="only", action="store_const", const=OWN)
     one.add_argument("--emulated-only", dest="only", action="store_const", const=EMULATED)
     parser.add_argument("-n", type=int, default=2, metavar="N", help="workers (default: 2)")
+    parser.add_argument(
+        "--large-models", action="store_true", help="also the tests that need large models"
+    )
     parser.add_argument("--results", type=Path, metavar="DIR", help="keep logs and junit files")
     arguments = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False, soft_wrap=True)
@@ -257,7 +263,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="strangers-") as scratch:
         results = (arguments.results or Path(scratch) / "results").resolve()
         results.mkdir(parents=True, exist_ok=True)
-        variables = environment(Path(scratch), arguments.n)
+        models = ["models", *(["models_large"] if arguments.large_models else [])]
+        variables = environment(Path(scratch), arguments.n, models)
         try:
             check(checkout, variables)
             names = [arguments.only] if arguments.only else [OWN, EMULATED]

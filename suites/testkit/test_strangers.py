@@ -117,10 +117,17 @@ def test_the_batches_are_all_of_their_tests_each_once(script: Any, tmp_path: Pat
 
 
 def test_model_configurations_are_found_as_a_hub_cache(script: Any, tmp_path: Path) -> None:
-    hub = script.hub_cache(tmp_path / "hub")
+    hub = script.hub_cache(tmp_path / "hub", ["models"])
     model = hub / "models--deepseek-ai--DeepSeek-V3.2-Exp"
     revision = (model / "refs" / "main").read_text()
     assert (model / "snapshots" / revision / "config.json").is_file()
+    assert [home.name for home in hub.iterdir()] == [model.name]
+    more = script.hub_cache(tmp_path / "more", ["models", "models_large"])
+    assert {home.name for home in more.iterdir()} == {
+        model.name,
+        "models--Qwen--Qwen3-8B",
+        "models--deepseek-ai--DeepSeek-V2",
+    }
 
 
 def test_what_is_no_checkout_is_said(script: Any, tmp_path: Path) -> None:
