@@ -18,7 +18,13 @@ from typing import Any, NoReturn
 from afd_testkit.npu import limits
 from afd_testkit.npu.errors import EmulationError
 from afd_testkit.npu.process import emulated_environment
-from afd_testkit.npu.settings import MLA_CASTS, SOCS, STREAM_MODES, EmulationSettings
+from afd_testkit.npu.settings import (
+    MLA_CASTS,
+    SOCS,
+    STREAM_MODES,
+    EmulationSettings,
+    visible_devices,
+)
 
 UNUSABLE = 2
 #: Columns of ``--list`` where the output is no terminal.
@@ -95,8 +101,8 @@ def environment_for(
     }
     settings = replace(EmulationSettings.from_environment(base), **given)
     environment = emulated_environment(settings, base)
-    kinds = {part.strip() for part in base.get(limits.VARIABLE, "").split(",") if part.strip()}
-    if kinds := kinds | set(arguments.relax):
+    visible_devices(settings.devices, base)
+    if kinds := limits.relaxed_kinds(base) | set(arguments.relax):
         environment[limits.VARIABLE] = ",".join(sorted(kinds))
     return environment
 

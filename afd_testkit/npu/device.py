@@ -7,15 +7,13 @@ bytes allocated, so code that sizes a cache from it must be told the size instea
 from __future__ import annotations
 
 import itertools
-import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from afd_testkit.npu.errors import EmulationError
-from afd_testkit.npu.settings import SOCS, EmulationSettings
+from afd_testkit.npu.settings import SOCS, VISIBLE, EmulationSettings, visible_devices
 from afd_testkit.npu.stream_state import current_device_index, device_index, set_device_index
 
-VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 _POOLS = itertools.count(1)
 
 
@@ -39,10 +37,8 @@ class EmulatedDevices:
 
     def device_count(self) -> int:
         """Devices that ``ASCEND_RT_VISIBLE_DEVICES`` leaves visible."""
-        visible = os.environ.get(VISIBLE)
-        if visible is None:
-            return self._count
-        return len([part for part in visible.split(",") if part.strip()])
+        visible = visible_devices(self._count)
+        return self._count if visible is None else len(visible)
 
     def is_available(self) -> bool:
         """Whether any device is visible."""
@@ -58,11 +54,7 @@ class EmulatedDevices:
     def set_device(self, device: Any) -> None:
         """Select a device for this thread, and for threads that never select one."""
         index = device_index(device)
-        if not 0 <= index < self.device_count():
-            raise EmulationError(
-                f"device {index} is not visible; this process sees {self.device_count()} emulated "
-                f"device(s). Set AFD_NPU_DEVICES or {VISIBLE}."
-            )
+        check_visible(self, index)
         set_device_index(index)
 
     def current_device(self) -> int:
@@ -86,10 +78,12 @@ class EmulatedDevices:
 
     def get_device_properties(self, device: Any = None) -> DeviceProperties:
         """What is reported of a device."""
+        index = device_index(device)
+        check_visible(self, index)
         return DeviceProperties(
             name=self._soc.device,
             total_memory=self._soc.memory,
-            uuid=f"emulated-{self._soc.name}-{device_index(device)}",
+            uuid=f"emulated-{self._soc.name}-{index}",
             cube_core_num=24,
             vector_core_num=48,
             L2_cache_size=192 << 20,
@@ -121,6 +115,15 @@ def no_pool(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
 def graph_pool_handle() -> tuple[int, int]:
     """A new name for a pool, as torch makes them; capturing a graph into it is refused."""
     return (0, next(_POOLS))
+
+
+def check_visible(devices: EmulatedDevices, index: int) -> None:
+    """:class:`EmulationError` unless this process sees device ``index``."""
+    if not 0 <= index < (count := devices.device_count()):
+        raise EmulationError(
+            f"device {index} is not visible; this process sees {count} emulated device(s). "
+            f"Set AFD_NPU_DEVICES or {VISIBLE}."
+        )
 
 
 class _Selected(AbstractContextManager[None]):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,8 @@ class NpuDevice:
 def npu_stubs() -> Iterator[Emulation]:
     """The closed modules alone: ``import torch_npu`` works, and its operators on CPU tensors.
 
-    Of torch only ``torch.npu`` is new; a tensor meant for ``npu`` is refused as ever.
+    Of torch only ``torch.npu`` is new; a tensor meant for ``npu`` is refused as ever.  In a process
+    that is emulated as a whole, and beside ``npu_device``, there is the device as well.
     """
     from afd_testkit.npu.install import emulated
 
@@ -53,19 +53,18 @@ def npu_device() -> Iterator[NpuDevice]:
     """The real NPU where there is one and torch-npu is installed, else the emulated one.
 
     In a process that is emulated as a whole, that emulation.  A real torch-npu registers itself
-    with torch for the rest of the process; nothing can undo that.
+    with torch for the rest of the process; nothing can undo that.  A default device or a process
+    group that the test leaves on is an error behind it.
     """
     import torch
 
-    from afd_testkit.npu.install import emulated, installed
+    from afd_testkit.npu.install import emulated
 
     if not is_emulated() and _has_npu():
         importlib.import_module("torch_npu")
         yield NpuDevice(torch.device("npu"), False, torch.npu.get_device_name())
         return
-    with ExitStack() as stack:
-        whole = installed() if is_emulated() else None
-        emulation = stack.enter_context(emulated()) if whole is None else whole
+    with emulated() as emulation:
         yield NpuDevice(torch.device("npu"), True, emulation.devices.get_device_name())
 
 

@@ -7,12 +7,14 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 
 from afd_testkit.npu import accelerator, adjustments, collectives, finder, libraries, tree
-from afd_testkit.npu.device import EmulatedDevices
-from afd_testkit.npu.errors import EmulationConflict
+from afd_testkit.npu.device import EmulatedDevices, check_visible
+from afd_testkit.npu.errors import EmulationConflict, EmulationError
+from afd_testkit.npu.left import Left
 from afd_testkit.npu.patches import PatchSet
 from afd_testkit.npu.redirect import RedirectMode
 from afd_testkit.npu.settings import EmulationSettings
@@ -28,19 +30,25 @@ class Emulation:
     def __init__(self, settings: EmulationSettings) -> None:
         self.settings = settings
         self.devices = EmulatedDevices(settings)
-        self.mode = RedirectMode()
+        self.mode = RedirectMode(partial(check_visible, self.devices))
+        self._modules = PatchSet()
         self._patches = PatchSet()
+        self._left = Left()
+        #: Whether torch's calls reach the device, not only the modules exist.
+        self.has_device = False
 
     def add_modules(self) -> None:
         """The closed modules alone: names import, nothing of torch changes but ``torch.npu``."""
-        self._patches.later(reset_streams)
+        self._modules.later(reset_streams)
         modules = tree.build(self.devices)
-        finder.install_closed(self._patches, modules)
-        self._patches.attribute(torch, "npu", modules["torch.npu"])
-        self._patches.entry(sys.modules, "torch.npu", modules["torch.npu"])
+        finder.install_closed(self._modules, modules)
+        self._modules.attribute(torch, "npu", modules["torch.npu"])
+        self._modules.entry(sys.modules, "torch.npu", modules["torch.npu"])
 
     def add_device(self) -> None:
         """Device, operators, collectives, and the hooks that threads and other modules need."""
+        self._left = Left()
+        self.has_device = True
         libraries.install(self._patches, self._in_body)
         accelerator.install(self._patches, self.devices)
         collectives.install(self._patches)
@@ -95,20 +103,35 @@ class Emulation:
 
         self._patches.attribute(threading.Thread, "start", start)
 
-    def remove(self) -> None:
-        """Undo everything."""
+    def remove_device(self) -> list[str]:
+        """Undo :meth:`add_device`; what was left on and has been turned off, by what to call."""
+        if not self.has_device:
+            return []
+        # First: what was left may stand on top of what is taken away.
+        try:
+            return self._left.clear()
+        finally:
+            self.has_device = False
+            self._patches.restore()
+
+    def remove(self) -> list[str]:
+        """Undo everything; what :meth:`remove_device` says."""
         global _installed
         try:
-            self._patches.restore()
+            return self.remove_device()
         finally:
             _installed = None
+            self._modules.restore()
 
 
 def install(settings: EmulationSettings | None = None, *, device: bool = True) -> Emulation:
     """Install once in this process; :class:`EmulationConflict` when it is installed already."""
     global _installed
     if _installed is not None:
-        raise EmulationConflict("the emulated NPU is installed in this process already.")
+        raise EmulationConflict(
+            f"the emulated NPU is installed in this process already, with {_installed.settings}; "
+            "use `with emulated()`, which takes the one that is there, or installed()."
+        )
     emulation = Emulation(settings or EmulationSettings.from_environment())
     _installed = emulation
     try:
@@ -130,9 +153,46 @@ def installed() -> Emulation | None:
 def emulated(
     settings: EmulationSettings | None = None, *, device: bool = True
 ) -> Generator[Emulation, None, None]:
-    """The emulated NPU inside."""
-    emulation = install(settings, device=device)
+    """The emulated NPU inside: the one that is there already, or one that goes away again.
+
+    :class:`EmulationConflict` when one with other ``settings`` is there.
+    :class:`EmulationError` behind it when something was left on that would have outlived it.
+    """
+    if _installed is None:
+        emulation = install(settings, device=device)
+        remove = emulation.remove
+    else:
+        emulation = _installed
+        _same(emulation.settings, settings)
+        remove = Left().clear
+        if device and not emulation.has_device:
+            _add_device(emulation)
+            remove = emulation.remove_device
     try:
         yield emulation
-    finally:
-        emulation.remove()
+    except BaseException:
+        remove()
+        raise
+    if left := remove():
+        raise EmulationError(
+            f"left on when the emulated NPU went away: {'; '.join(left)}. It is off now; turn it "
+            "off where it is used."
+        )
+
+
+def _add_device(emulation: Emulation) -> None:
+    try:
+        emulation.add_device()
+    except BaseException:
+        emulation.remove_device()
+        raise
+
+
+def _same(there: EmulationSettings, wanted: EmulationSettings | None) -> None:
+    if wanted in (None, there):
+        return
+    raise EmulationConflict(
+        f"the emulated NPU is installed in this process already, with {there}, and {wanted} is "
+        "asked for. Leave the settings out to use the one that is there, leave it first, or give "
+        "them to the whole process: `afd-testkit emulate --help` names its options."
+    )

@@ -36,10 +36,12 @@ def install(patches: PatchSet, scope: Scope) -> None:
     for operator in table.values():
         prefix = operator.name.rpartition(".")[0]
         _define(libraries[prefix], operator.schema, operator.function)
-    for schema in stubs.known_lines(COMPILED):
-        name = f"{COMPILED}.{schema.partition('(')[0]}"
-        if name not in table:
-            _define(libraries[COMPILED], schema, operators.refused(name))
+    for prefix, listed in (("torch_npu", "torch_npu.schemas"), (COMPILED, COMPILED)):
+        for schema in stubs.known_lines(listed):
+            name = f"{prefix}.{schema.partition('(')[0]}"
+            # A reference stands alone: torch would try its overloads where its arguments fail.
+            if name not in table and name.rpartition(".")[0] not in table:
+                _define(libraries[prefix], schema, operators.refused(name))
 
 
 def _define(library: Library, schema: str, function: Callable[..., Any]) -> None:
@@ -51,6 +53,10 @@ def _define(library: Library, schema: str, function: Callable[..., Any]) -> None
 def _redirect_registrations(patches: PatchSet, scope: Scope) -> None:
     original = Library.impl
 
+    def is_custom(function: Any) -> bool:
+        # The one wrapper in which torch calls the bodies of every torch.library.custom_op.
+        return str(function.__module__) == "torch._library.custom_ops"
+
     @functools.wraps(original)
     def impl(
         self: Library, op_name: Any, fn: Any, dispatch_key: str = "", *args: Any, **kwargs: Any
@@ -58,6 +64,8 @@ def _redirect_registrations(patches: PatchSet, scope: Scope) -> None:
         # torch registers some operators of its own for every device, the host among them.
         if dispatch_key == DEVICE_KEY and not str(fn.__module__).startswith("torch."):
             return original(self, op_name, inside(scope, fn), HOST_KEY, *args, **kwargs)
+        if callable(fn) and is_custom(fn):
+            fn = inside(scope, fn)
         return original(self, op_name, fn, dispatch_key, *args, **kwargs)
 
     patches.attribute(Library, "impl", impl)

@@ -9,7 +9,7 @@ in bf16 needs one kind relaxed; what is relaxed is written into every record.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
 from afd_testkit.npu.errors import KernelLimit
@@ -19,9 +19,9 @@ KINDS = ("dtype", "alignment", "layout")
 VARIABLE = "AFD_NPU_RELAX"
 
 
-def relaxed_kinds() -> frozenset[str]:
-    """The kinds of limits that are relaxed now."""
-    text = os.environ.get(VARIABLE, "")
+def relaxed_kinds(environment: Mapping[str, str] = os.environ) -> frozenset[str]:
+    """The kinds of limits that ``environment`` relaxes; ``ValueError`` for a kind unknown."""
+    text = environment.get(VARIABLE, "")
     kinds = frozenset(part.strip() for part in text.split(",") if part.strip())
     if unknown := kinds - set(KINDS):
         raise ValueError(

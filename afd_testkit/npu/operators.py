@@ -55,7 +55,8 @@ def operator(name: str, schema: str, *, source: str) -> Callable[[Reference], Re
     def declare(function: Reference) -> Reference:
         if name in _TABLE and _TABLE[name].function.__qualname__ != function.__qualname__:
             raise ValueError(f"operator {name} has two references; keep one.")
-        _TABLE[name] = Operator(name, schema, source, function)
+        # A module that is executed twice declares its operators once.
+        _TABLE.setdefault(name, Operator(name, schema, source, function))
         return function
 
     return declare

@@ -54,9 +54,23 @@ def install_with_torch() -> None:
     """Install for the rest of this process, now or as soon as torch has been imported."""
 
     def install_now(_: ModuleType) -> None:
+        _set_unfinished_aside()
         from afd_testkit.npu.install import install, installed
 
         if installed() is None:
             install()
 
     install_adjustments(PatchSet(), {"torch": install_now})
+
+
+def _set_unfinished_aside() -> None:
+    """Have the modules of the emulation that are just being imported imported anew.
+
+    One of them may be what imports torch first: what it defines below that line is not there yet,
+    and the installation needs it.  Python hands whoever imports such a module the one that is in
+    ``sys.modules`` in the end, which is the complete one.
+    """
+    for name, module in list(sys.modules.items()):
+        # Python's own mark of a module that is being executed.
+        if name.startswith(f"{__package__}.") and vars(module.__spec__).get("_initializing"):
+            del sys.modules[name]

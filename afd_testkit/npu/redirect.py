@@ -17,9 +17,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from afd_testkit.npu.host_gaps import ANSWERS
+from afd_testkit.npu.stream_state import index_of_numbered, numbered_device
 
-_NPU = re.compile(r"npu(:\d+)?")
+_NPU = re.compile(r"npu(?::(\d+))?")
 _CPU = torch.device("cpu")
+_DEVICE_CLASSES = (str, torch.device)
 
 Scope = Callable[[], AbstractContextManager[None]]
 
@@ -29,17 +31,40 @@ def is_npu_name(value: object) -> bool:
     return isinstance(value, str) and _NPU.fullmatch(value) is not None
 
 
-def _is_npu(device: object) -> bool:
-    """A device argument that means the accelerator: its name, or an index alone."""
+def is_npu(device: object) -> bool:
+    """Whether a device argument means the accelerator: its name, or an index alone."""
     return is_npu_name(device) or (isinstance(device, int) and not isinstance(device, bool))
 
 
-def _here(value: Any) -> Any:
-    return _CPU if is_npu_name(value) else value
+def npu_index(device: object) -> int | None:
+    """The index that a device argument names, None where it names no NPU or no index."""
+    if isinstance(device, str):
+        found = _NPU.fullmatch(device)
+        return int(found[1]) if found and found[1] else None
+    if isinstance(device, torch.device):
+        return index_of_numbered(device)
+    return device if isinstance(device, int) and not isinstance(device, bool) else None
+
+
+def _is_placed(value: object) -> bool:
+    """A device by itself, wherever it stands among the arguments."""
+    return is_npu_name(value) or index_of_numbered(value) is not None
+
+
+def any_index(index: int) -> None:
+    """Every device is there."""
 
 
 class RedirectMode(TorchFunctionMode):  # type: ignore[misc]
-    """Active on every thread of an emulated process, and inside bodies of custom operators."""
+    """Active on every thread of an emulated process, and inside bodies of custom operators.
+
+    Every torch call of the process passes here: what most calls do not need is kept off their way.
+    ``check`` raises for the index of a device that is not there.
+    """
+
+    def __init__(self, check: Callable[[int], None] = any_index) -> None:
+        super().__init__()
+        self._check = check
 
     def __torch_function__(
         self,
@@ -48,31 +73,52 @@ class RedirectMode(TorchFunctionMode):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
         if func is torch.device:
-            return _device(*args, **kwargs)
-        if func is torch.Tensor.pin_memory:
-            return args[0]
+            return _device(*args, **(kwargs or {}))
         if kwargs:
             if kwargs.get("pin_memory") is True:
                 kwargs = {**kwargs, "pin_memory": False}
-            if _is_npu(kwargs.get("device")):
-                kwargs = {**kwargs, "device": _CPU}
-        if func is torch.Tensor.to and len(args) > 1 and _is_npu(args[1]):
-            return func(args[0], _CPU, *args[2:], **kwargs)
+            device = kwargs.get("device")
+            if device is not None and (is_npu(device) or _is_placed(device)):
+                kwargs = {**kwargs, "device": self._place(device)}
         for value in args:
-            if is_npu_name(value):
-                args = tuple(_here(value) for value in args)
+            if value.__class__ in _DEVICE_CLASSES and _is_placed(value):
+                args = tuple(self._place(value) if _is_placed(value) else value for value in args)
                 break
-        return ANSWERS.get(func, func)(*args, **kwargs)
+        if func is torch.Tensor.to and len(args) > 1 and is_npu(args[1]):
+            args = (args[0], self._place(args[1]), *args[2:])
+        answer = _ANSWERS.get(func, func)
+        return answer(*args, **kwargs) if kwargs else answer(*args)
+
+    def _place(self, device: object) -> torch.device:
+        """The CPU for the NPU that ``device`` means."""
+        if (index := npu_index(device)) is not None:
+            self._check(index)
+        return _CPU
 
 
 def _device(*args: Any, **kwargs: Any) -> torch.device:
-    """``torch.device`` of the emulated process: an index alone means the NPU, as on a device."""
+    """``torch.device`` of the emulated process: an index alone means the NPU, as on a device.
+
+    It does not ask which devices are there, as on a device.
+    """
     first = args[0] if args else kwargs.get("type", kwargs.get("device"))
-    if _is_npu(first):
-        return _CPU
-    return torch.device(*args, **kwargs)
+    if isinstance(first, torch.device) and index_of_numbered(first) is not None:
+        return first
+    if not is_npu(first):
+        return torch.device(*args, **kwargs)
+    index = npu_index(first)
+    if index is None:
+        index = args[1] if len(args) > 1 else kwargs.get("index")
+    return _CPU if index is None else numbered_device(index)
+
+
+def _stays(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Pinned memory is a real accelerator's."""
+    return tensor
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {**ANSWERS, torch.Tensor.pin_memory: _stays}
 
 
 def inside(scope: Scope, function: Callable[..., Any]) -> Callable[..., Any]:

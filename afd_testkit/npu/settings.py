@@ -14,6 +14,8 @@ from afd_testkit.npu.errors import EmulationError
 
 #: ``1`` in processes that run on the emulated NPU; device evidence cannot come from them.
 EMULATED = "AFD_NPU_EMULATED"
+#: Ascend's own variable: which of the host's devices a process sees.
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 PREFIX = "AFD_NPU_"
 #: What ``torch.version.cann`` says: the version that vLLM-Ascend 0.23.0's own images install.
 CANN_VERSION = "9.1.0"
@@ -96,6 +98,25 @@ class EmulationSettings:
             PREFIX + field.name.upper(): str(getattr(self, field.name)) for field in fields(self)
         }
         return {EMULATED: "1", **carried}
+
+
+def visible_devices(
+    count: int, environment: Mapping[str, str] = os.environ
+) -> tuple[int, ...] | None:
+    """The devices that ``ASCEND_RT_VISIBLE_DEVICES`` names, None where it is not set.
+
+    :class:`EmulationError` for what is no index of one of the host's ``count`` devices.
+    """
+    text = environment.get(VISIBLE)
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if wrong := [part for part in parts if not (part.isdecimal() and int(part) < count)]:
+        raise EmulationError(
+            f"{VISIBLE}={text!r} names {', '.join(wrong)}; the emulated host has the devices 0 to "
+            f"{count - 1}. Name some of these, or emulate more with AFD_NPU_DEVICES (--devices)."
+        )
+    return tuple(map(int, parts))
 
 
 def _number(name: str, text: str) -> int:

@@ -14,6 +14,10 @@ from afd_testkit.npu.errors import EmulationConflict
 if TYPE_CHECKING:
     from afd_testkit.npu.streams import Stream
 
+# One object for each index, equal to the CPU's device; only its identity tells the index.
+_NUMBERED: dict[int, torch.device] = {}
+#: torch keeps an index in 8 bits with a sign.
+_INDICES = 128
 # A tensor of the emulated device is a CPU tensor, and its device may be handed in.
 _DEVICE_TYPES = ("npu", "privateuseone", "cpu")
 _DEVICE_TEXT = re.compile(r"(npu|privateuseone|cpu)(?::(\d+))?")
@@ -101,6 +105,29 @@ def reset_streams() -> None:
     thread.streams.clear()
 
 
+def numbered_device(index: int) -> torch.device:
+    """The CPU's device as NPU ``index``: :func:`device_index` knows it again, nothing else does.
+
+    It is the same object at every call.  A device that torch hands out, as of a tensor, has lost
+    its index.  ``ValueError`` for an index that no ``torch.device`` can have.
+    """
+    if not 0 <= index < _INDICES:
+        raise ValueError(f"device index {index} is out of range; torch knows 0 to {_INDICES - 1}.")
+    if index not in _NUMBERED:
+        # Not through torch.device, whose call the emulation answers.
+        _NUMBERED[index] = torch.empty(0, device="cpu").device
+    return _NUMBERED[index]
+
+
+def index_of_numbered(device: object) -> int | None:
+    """The index of what :func:`numbered_device` returned, None of anything else."""
+    if isinstance(device, torch.device):
+        for index, numbered in _NUMBERED.items():
+            if device is numbered:
+                return index
+    return None
+
+
 def device_index(device: object = None) -> int:
     """Index of ``device``: an int, ``"npu"``, ``"npu:1"``, a ``torch.device`` or None.
 
@@ -118,6 +145,8 @@ def device_index(device: object = None) -> int:
     if isinstance(device, torch.device):
         if device.type not in _DEVICE_TYPES:
             raise ValueError(f"{device} is no NPU; give an index, a device of type npu or None.")
+        if (numbered := index_of_numbered(device)) is not None:
+            return numbered
         # The CPU has one device; its index says nothing about which NPU is meant.
         known = device.index is not None and device.type != "cpu"
         return int(device.index) if known else current_device_index()

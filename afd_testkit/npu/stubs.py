@@ -74,8 +74,9 @@ class ClosedModule(ModuleType):
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise UnknownName(
-            f"{self.__name__}.{name} is not part of the emulated NPU, and not a function of the "
-            "version that it emulates. `afd-testkit emulate --list` shows what there is."
+            f"{self.__name__}.{name} is not part of the emulated NPU, and not among the functions "
+            "that it knows of the version that it emulates; a submodule of the real one may bear "
+            "that name. `afd-testkit emulate --list` shows what there is."
         )
 
     def refused_names(self) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -132,3 +132,94 @@ def test_a_pool_has_a_name_and_no_graph_goes_into_it() -> None:
         assert torch.npu.graph_pool_handle() != torch.npu.graph_pool_handle()
         with pytest.raises(NotEmulated, match=r"torch\.npu\.NPUGraph\(\)"):
             torch.npu.NPUGraph()
+
+
+# Indices that are written in a torch.device.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.device("npu:5"),
+        lambda: torch.device("npu", 5),
+        lambda: torch.device(5),
+        lambda: torch.device(type="npu", index=5),
+        lambda: torch.device(torch.device("npu:5")),
+    ],
+    ids=["name", "type and index", "index", "keywords", "again"],
+)
+def test_a_torch_device_keeps_its_index(make: Callable[[], torch.device]) -> None:
+    with emulated():
+        device = make()
+        assert device == torch.device("npu") == torch.zeros(1, device=device).device
+        torch.npu.set_device(device)
+        assert torch.npu.current_device() == 5
+        assert torch.npu.get_device_properties(device).uuid.endswith("-5")
+        with torch.npu.device(torch.device("npu:4")):
+            assert torch.npu.current_device() == 4
+            assert torch.npu.Stream(device=device).device_index == 5
+        torch.npu.set_device(torch.device("npu"))  # without an index: the current one
+        assert torch.npu.current_device() == 5
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda: torch.zeros(1, device="npu:99"),
+        lambda: torch.zeros(1, device=99),
+        lambda: torch.zeros(1, device=torch.device("npu:99")),
+        lambda: torch.zeros(1).to("npu:99"),
+        lambda: torch.zeros(1).to(99),
+        lambda: torch.zeros(1).to(torch.device("npu", 99)),
+        lambda: torch.npu.set_device(torch.device("npu:99")),
+        lambda: torch.npu.get_device_properties(99),
+    ],
+)
+def test_a_device_that_is_not_there_takes_nothing(place: Callable[[], object]) -> None:
+    with emulated(), pytest.raises(EmulationError, match=r"device 99 .* sees 8 emulated"):
+        place()
+
+
+def test_an_index_that_no_device_has_is_refused() -> None:
+    with emulated(), pytest.raises(ValueError, match="index 128 is out of range"):
+        torch.device("npu:128")
+
+
+@pytest.mark.parametrize(("visible", "wrong"), [("1,3,4", "4"), ("one", "one"), ("-1, 9", "-1, 9")])
+def test_visible_devices_that_are_not_there_are_named(
+    devices: EmulatedDevices, monkeypatch: pytest.MonkeyPatch, visible: str, wrong: str
+) -> None:
+    monkeypatch.setenv(VISIBLE, visible)
+    with pytest.raises(EmulationError, match=rf"names {wrong}; .* devices 0 to 3\."):
+        devices.device_count()
+
+
+# What torch says of devices, and takes from elsewhere.
+
+
+def test_generators_of_torch_itself_are_generators() -> None:
+    with emulated():
+        assert isinstance(torch.default_generator, torch.Generator)
+        made = torch.Generator(device=0)
+        assert isinstance(made, torch.Generator)
+        assert made.device.type == "cpu"
+        assert not isinstance(torch, torch.Generator)
+
+
+def test_the_device_module_is_torch_npu() -> None:
+    with emulated():
+        for device in ("npu", "npu:1", torch.device("npu:1"), None):
+            assert torch.get_device_module(device) is torch.npu
+        assert torch.get_device_module("cpu") is torch.cpu
+        assert torch.zeros(1, device="npu").is_npu
+        assert not torch.zeros(1, device="meta").is_npu
+    assert not hasattr(torch.Tensor, "is_npu")
+
+
+@pytest.mark.parametrize("where", [0, "npu:1"])
+def test_a_module_goes_to_the_device(where: object) -> None:
+    with emulated():
+        layer = torch.nn.Linear(2, 2).to(where, torch.float16)
+        assert layer.weight.dtype == torch.float16
+        assert layer.to(device=where).weight.device.type == "cpu"
+        assert layer.to(torch.float32).weight.dtype == torch.float32

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import subprocess
 import sys
 
@@ -10,7 +12,9 @@ import torch
 
 from afd_testkit.npu.errors import EmulationConflict, NotEmulated
 from afd_testkit.npu.fixtures import NpuDevice
-from afd_testkit.npu.install import Emulation, emulated
+from afd_testkit.npu.install import Emulation, emulated, installed
+from afd_testkit.npu.process import emulated_environment
+from afd_testkit.npu.settings import EmulationSettings
 
 pytestmark = pytest.mark.cpu
 
@@ -32,10 +36,93 @@ def test_a_device_computes_and_says_what_it_is(npu_device: NpuDevice) -> None:
     assert npu_device.emulated is (npu_device.device.type == "cpu")
 
 
+def test_both_at_once_stubs_first(npu_stubs: Emulation, npu_device: NpuDevice) -> None:
+    assert npu_stubs is installed()
+    assert npu_device.emulated
+    assert torch.zeros(1, device="npu").device.type == "cpu"
+
+
+def test_both_at_once_device_first(npu_device: NpuDevice, npu_stubs: Emulation) -> None:
+    assert npu_stubs is installed()
+    assert torch.zeros(1, device="npu:1").device == npu_device.device
+
+
+def test_the_device_goes_and_the_stubs_stay(npu_stubs: Emulation) -> None:
+    with emulated() as inner:
+        assert inner is npu_stubs
+        assert torch.zeros(1, device="npu").device.type == "cpu"
+    with pytest.raises((RuntimeError, AssertionError)):
+        torch.zeros(1, device="npu")
+    assert importlib.import_module("torch_npu").npu is torch.npu
+    with emulated():
+        assert torch.zeros(1, device="npu").device.type == "cpu"
+
+
 @pytest.mark.usefixtures("npu_stubs")
-def test_both_at_once_are_refused() -> None:
-    with pytest.raises(EmulationConflict), emulated():
+def test_other_settings_conflict_and_the_remedy_is_said() -> None:
+    with (
+        pytest.raises(EmulationConflict, match=r"soc='A2'.*soc='A3'.*Leave the settings out"),
+        emulated(EmulationSettings(soc="A3")),
+    ):
         pass
+
+
+WHOLE = """
+def test_stubs(npu_stubs):
+    import torch_npu
+    assert torch_npu.npu.device_count() == 3
+
+def test_device(npu_device):
+    assert npu_device.emulated
+
+def test_both(npu_device, npu_stubs):
+    import torch
+    assert torch.zeros(1, device="npu").device.type == "cpu"
+
+def test_by_hand():
+    from afd_testkit.npu.install import emulated, installed
+    with emulated() as emulation:
+        assert emulation is installed()
+    import torch
+    assert torch.zeros(1, device="npu").device.type == "cpu"
+"""
+
+
+def test_in_a_process_that_is_emulated_as_a_whole(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile("import pytest\npytestmark = pytest.mark.cpu\n" + WHOLE)
+    settings = EmulationSettings(devices=3)
+    for name, value in emulated_environment(settings, dict(os.environ)).items():
+        monkeypatch.setenv(name, value)
+    ran = pytester.runpytest_subprocess("-q")
+    ran.assert_outcomes(passed=4)
+
+
+def test_what_a_test_leaves_on_is_an_error_behind_it(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest, torch, torch.distributed as dist
+        pytestmark = pytest.mark.cpu
+
+        def test_default_device(npu_device):
+            torch.set_default_device("npu")
+
+        def test_group(npu_device, tmp_path):
+            dist.init_process_group("hccl", f"file://{tmp_path}/store", rank=0, world_size=1)
+
+        def test_they_are_off_by_now():
+            assert not dist.is_initialized()
+            assert not hasattr(torch, "npu")
+            with torch.device("meta"):
+                assert torch.zeros(1).is_meta
+            assert torch.zeros(1).device.type == "cpu"
+        """
+    )
+    ran = pytester.runpytest_subprocess("-q", "-p", "no:randomly")
+    ran.assert_outcomes(passed=3, errors=2)
+    ran.stdout.fnmatch_lines(["*left on *torch.set_default_device('cpu'), undone by None*"])
+    ran.stdout.fnmatch_lines(["*left on *destroy_process_group()*"])
 
 
 def test_nothing_is_left_by_now() -> None:

@@ -96,7 +96,17 @@ def test_twice_in_one_process() -> None:
             assert emulation.settings.soc == soc
 
 
-def test_one_inside_another_is_refused_and_does_no_harm() -> None:
+def test_one_inside_another_is_the_same() -> None:
+    with emulated(EmulationSettings(devices=2)) as outer:
+        for settings in (None, EmulationSettings(devices=2)):
+            with emulated(settings) as inner:
+                assert inner is outer
+        with emulated(device=False) as inner:
+            assert inner is outer
+        assert torch.zeros(1, device="npu").device.type == "cpu"
+
+
+def test_a_second_installation_is_refused_and_does_no_harm() -> None:
     with emulated():
         with pytest.raises(EmulationConflict, match="installed in this process already"):
             install.install()
@@ -279,3 +289,12 @@ def test_registrations_for_the_device_go_to_the_host() -> None:
         library.impl("twice", lambda x: x * 2, "PrivateUse1")
         with pytest.raises(NotImplementedError):
             torch.ops.afd_install.twice(torch.ones(2))
+
+
+def test_operators_without_a_reference_exist_and_refuse() -> None:
+    with emulated():
+        with pytest.raises(NotEmulated, match=r"npu_mish\(float16\[2, 3\]\): .* no reference"):
+            torch.ops.npu.npu_mish(torch.zeros(2, 3, dtype=torch.float16))
+        assert not hasattr(torch.ops.npu, "npu_of_another_version")
+        # One that has a reference is that reference alone.
+        assert torch.ops.npu.npu_rms_norm.overloads() == ["default"]

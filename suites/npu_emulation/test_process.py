@@ -82,6 +82,33 @@ def test_a_process_without_torch_stays_without() -> None:
     assert (ran.stdout, ran.stderr) == ("False False\n", "")
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        "install",
+        "redirect",
+        "device",
+        "stream_state",
+        "streams",
+        "operators",
+        "ops.moe",
+        "fixtures",
+    ],
+)
+def test_whatever_is_imported_first_the_emulation_is_there(first: str) -> None:
+    code = (
+        f"import importlib; m = importlib.import_module('afd_testkit.npu.{first}')\n"
+        "import sys, torch\n"
+        "from afd_testkit.npu import streams\n"
+        "assert sys.modules[m.__name__] is m\n"
+        "torch.npu.set_device(2)\n"
+        "print(torch.zeros(1, device='npu').device, torch.npu.Stream is streams.Stream,"
+        " streams.current_device_index())"
+    )
+    ran = run(code, emulated_environment(EmulationSettings(), os.environ))
+    assert (ran.stdout, ran.stderr) == ("cpu True 2\n", "")
+
+
 def test_the_sitecustomize_behind_ours_is_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.afd_seen = __name__\n")
     base = {**os.environ, "PYTHONPATH": str(tmp_path)}

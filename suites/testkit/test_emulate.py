@@ -16,7 +16,7 @@ import pytest
 from afd_testkit import emulate
 from afd_testkit.cli import main
 from afd_testkit.npu import catalogue, limits, operators, stubs
-from afd_testkit.npu.settings import CANNOT_SHOW, EmulationSettings
+from afd_testkit.npu.settings import CANNOT_SHOW, VISIBLE, EmulationSettings
 
 pytestmark = pytest.mark.cpu
 
@@ -130,6 +130,7 @@ def test_what_is_not_said_is_the_default() -> None:
         (["--devices", "0", "--", "true"], "0 devices; emulate from 1 to 64"),
     ],
 )
+@pytest.mark.usefixtures("no_variables")
 def test_what_cannot_be_run_is_said(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +139,42 @@ def test_what_cannot_be_run_is_said(
     assert shown.out == ""
     assert shown.err.startswith("afd-testkit emulate: ")
     assert says in shown.err
+
+
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (limits.VARIABLE, VISIBLE, "AFD_NPU_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        (limits.VARIABLE, "bogus", "names bogus; kinds are dtype, alignment, layout"),
+        (VISIBLE, "5,6,99", "names 99; the emulated host has the devices 0 to 7"),
+    ],
+)
+@pytest.mark.usefixtures("no_variables")
+def test_variables_that_mean_nothing_are_said_at_once(
+    name: str,
+    value: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(["emulate", "--", "true"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_the_package_is_the_command() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "afd_testkit", "emulate", "--", "sh", "-c", "exit 7"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (7, "", "")
 
 
 def test_a_file_that_is_no_program_is_said(
