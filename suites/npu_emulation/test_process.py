@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -141,6 +142,30 @@ def test_the_sitecustomize_behind_ours_is_run(tmp_path: Path) -> None:
     made = emulated_environment(EmulationSettings(), base)
     ran = run("import sys; print(sys.afd_seen)", made)
     assert (ran.stdout, ran.stderr) == ("sitecustomize\n", "")
+
+
+def test_two_copies_of_the_package_do_not_call_each_other(tmp_path: Path) -> None:
+    """As where a checkout is the working directory of an installed package's process."""
+    copy = tmp_path / "afd_testkit" / "npu" / "startup"
+    shutil.copytree(STARTUP, copy)
+    made = emulated_environment(EmulationSettings(), {**os.environ, "PYTHONPATH": str(copy)})
+    assert str(copy) in made["PYTHONPATH"]
+    ran = run("import torch, afd_testkit; print(torch.npu.device_count())", made)
+    assert (ran.stdout, ran.stderr) == ("8\n", "")
+
+
+def test_the_installed_package_is_used_whatever_the_working_directory_holds(tmp_path: Path) -> None:
+    (tmp_path / "afd_testkit").mkdir()
+    (tmp_path / "afd_testkit" / "__init__.py").write_text("raise ImportError('not this one')\n")
+    ran = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.npu.device_count())"],
+        env=emulated_environment(EmulationSettings(), os.environ),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (ran.stdout, ran.stderr) == ("8\n", "")
 
 
 def test_without_the_variable_nothing_is_installed() -> None:

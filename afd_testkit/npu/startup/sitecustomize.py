@@ -18,7 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HERE = str(Path(__file__).parent)
+HERE = Path(__file__).parent
+ROOT = str(HERE.parents[2])
+OURS = HERE.parts[-3:]
 EMULATED = "AFD_NPU_EMULATED"
 
 
@@ -60,13 +62,22 @@ class LoadTorch(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        from afd_testkit.npu.process import install_with_torch
+        _install()
 
-        install_with_torch()
+
+def _install() -> None:
+    """From the package that this file belongs to, whatever the working directory holds."""
+    sys.path.insert(0, ROOT)
+    try:
+        from afd_testkit.npu.process import install_with_torch
+    finally:
+        sys.path.remove(ROOT)
+    install_with_torch()
 
 
 def _next_sitecustomize() -> None:
-    elsewhere = [place for place in sys.path if os.path.abspath(place) != HERE]
+    # Another copy of this package may be on the path too; the two must not call each other.
+    elsewhere = [place for place in sys.path if Path(place).absolute().parts[-3:] != OURS]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
