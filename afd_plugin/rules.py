@@ -219,11 +219,10 @@ def computed_tokens(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
             f"batch, {_short(batch.num_computed_tokens)}."
         )
     first, second = pieces.requests
-    lead, rest = value[first], value[second]
     if view is not None:
         lead, rest = _like(value, view[first].copy(), view[second].copy())
     else:
-        lead, rest = lead.clone(), rest.clone()
+        lead, rest = value[first].clone(), value[second].clone()
     if pieces.owed:
         rest[:1] += batch.scheduled_i32.item(second.start) - pieces.owed
     return lead, rest
