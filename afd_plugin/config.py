@@ -10,6 +10,10 @@ from afd_plugin.errors import OptionTypeError, OptionValueError, TooManyUbatches
 
 Policy = Literal["request", "token"]
 POLICIES: tuple[Policy, ...] = ("request", "token")
+Connector = Literal["none", "loopback"]
+CONNECTORS: tuple[Connector, ...] = ("none", "loopback")
+# What of the options is built into a worker when it starts.
+FIXED_AT_START = ("compute_gate_on_attention", "connector", "force_balanced_routing")
 
 # Where a connector has options of its own, the field gives these beside them.
 EXTRA = "connector_extra_config"
@@ -35,7 +39,13 @@ class AFDConfig:
     tokens, and stage buffers are padded to it; the TP size where tokens are sharded over
     TP ranks, else 1.
     ``async_moe_min_tokens``: steps with fewer real tokens are not split.
-    ``compute_gate_on_attention``: route on the attention side.
+    ``connector``: what carries activations to the experts' side; ``none`` leaves the model's
+    layers whole, ``loopback`` has both sides in one process.
+    ``compute_gate_on_attention``: route on the attention side, else on the experts' side.
+    ``force_balanced_routing``: spread expert ids evenly while serving, too; for load tests only,
+    since the answers are wrong, and recorded in every step's evidence.
+
+    The last three are fixed when a worker starts.
 
     Raises :class:`OptionTypeError` or :class:`OptionValueError` at construction.
     """
@@ -46,6 +56,8 @@ class AFDConfig:
     async_moe_token_alignment: int = 1
     async_moe_min_tokens: int = 2
     compute_gate_on_attention: bool = False
+    connector: Connector = "none"
+    force_balanced_routing: bool = False
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -65,6 +77,7 @@ class AFDConfig:
             TooManyUbatches if stages > 2 else OptionValueError,
         )
         self._check("async_moe_split", self.async_moe_split in POLICIES, "'request' or 'token'")
+        self._check("connector", self.connector in CONNECTORS, "'none' or 'loopback'")
         self._check(
             "async_moe_token_alignment",
             1 <= self.async_moe_token_alignment <= 65536,

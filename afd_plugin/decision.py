@@ -29,6 +29,8 @@ class StepEvidence:
     ``hazard``: the dependency that the first plan had; ``hazard_action``: ``"moved"`` or
     ``"unsplit"``.  ``reason``: why the step was not split.  ``completed``: whether the
     step returned, after exactly the forward passes that were planned.
+    ``balanced_routing``, ``natural_routing``: executions of the routing operator that made the
+    expert ids even, or left them as the router chose.
     """
 
     policy: str
@@ -45,6 +47,8 @@ class StepEvidence:
     reason: str | None = None
     detail: str | None = None
     completed: bool = False
+    balanced_routing: int = 0
+    natural_routing: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready dictionary."""
@@ -74,12 +78,19 @@ class StepDecision:
             return len(ran) == 1 and ran[0] >= self.plan.batch.num_tokens
         return ran == self.planned_rows
 
-    def evidence(self, *, forwards: Sequence[int], completed: bool) -> StepEvidence:
+    def evidence(
+        self,
+        *,
+        forwards: Sequence[int],
+        completed: bool,
+        balanced_routing: int = 0,
+        natural_routing: int = 0,
+    ) -> StepEvidence:
         """The record of this step once it has run, or failed to.
 
         ``forwards``: rows of each forward pass that returned, counted where the model was
         called.  ``completed``: whether the step returned; it counts only if the passes are
-        those that were planned.
+        those that were planned.  The others are taken over as they are.
         """
         plan, batch = self.plan, self.plan.batch
         hazard = None if self.hazard is None else str(self.hazard)
@@ -97,6 +108,8 @@ class StepDecision:
                 reason=plan.reason,
                 detail=plan.detail,
                 completed=completed,
+                balanced_routing=balanced_routing,
+                natural_routing=natural_routing,
             )
         return StepEvidence(
             policy=plan.policy,
@@ -111,6 +124,8 @@ class StepDecision:
             hazard=hazard,
             hazard_action=None if hazard is None else "moved",
             completed=completed,
+            balanced_routing=balanced_routing,
+            natural_routing=natural_routing,
         )
 
 

@@ -22,6 +22,8 @@
     ├── AgreementError                    ranks did not come to one decision
     │   ├── PlanDisagreement
     │   └── SilentRanks
+    ├── RoutingError (ValueError)         expert ids or weights that cannot be used
+    │   └── RoutingOpError                the routing operator cannot be registered or run
     ├── StateRestoreError                 mutable state could not be put back
     ├── UpstreamDrift                     the installed vLLM is not what was pinned
     └── UnsupportedSetup                  refused at start-up, one class a reason
@@ -36,6 +38,7 @@
         ├── KVConnector                 ├── ExpertLoadBalancing
         ├── SharedKVFastPrefill         ├── PoolingRunner
         ├── RecurrentState              ├── UncoveredOption
+        ├── UnknownProfileFlag
         └── ContextNeedsChunkedPrefill
 """
 
@@ -130,6 +133,14 @@ class SilentRanks(AgreementError):
     def __init__(self, message: str, silent: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.silent = silent
+
+
+class RoutingError(AfdError, ValueError):
+    """Expert ids, weights or counts that cannot be routed with."""
+
+
+class RoutingOpError(RoutingError):
+    """The routing operator cannot be registered, or is called where it cannot work."""
 
 
 class StateRestoreError(AfdError):
@@ -353,3 +364,14 @@ class ContextNeedsChunkedPrefill(UnsupportedSetup):
     setting = "an attention builder that ignores context without chunked prefill"
     allowed = "chunked prefill on"
     remedy = f"Set --enable-chunked-prefill, or async_moe_split to 'request'. {_OFF}"
+
+
+class UnknownProfileFlag(UnsupportedSetup):
+    """Nothing says on this platform whether the model is being profiled.
+
+    Experts would be balanced while serving, or not while profiling.
+    """
+
+    setting = "the platform"
+    allowed = "'cpu' (vLLM 0.32.0) or 'npu' (vLLM-Ascend 0.23.0.post1)"
+    remedy = "Use vLLM's own worker there."

@@ -9,11 +9,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from afd_testkit.engines.base import (
+    SERVING,
     EngineConfig,
     EngineDied,
     EngineError,
     PrefillEngine,
     Prompt,
+    RoutingSetting,
     RunResult,
     SplitSetting,
 )
@@ -55,10 +57,13 @@ class PooledEngine:
         *,
         split: SplitSetting = SplitSetting(),  # noqa: B008  # frozen, as in the Protocol
         fault: str | None = None,
+        routing: RoutingSetting = SERVING,
     ) -> RunResult:
         """As the engine runs; :class:`EngineDied` also makes the pool forget this engine."""
         try:
-            return self._engine.run(prompts, split=split, fault=fault)
+            # Engines of other projects need not know of routing until it is asked for.
+            told = {} if routing == SERVING else {"routing": routing}
+            return self._engine.run(prompts, split=split, fault=fault, **told)
         except EngineDied:
             self.alive = False
             raise

@@ -18,6 +18,17 @@ from typing import Any
 from afd_plugin.errors import AfdError, MetadataError, UpstreamDrift
 from afd_plugin.metadata import resolve_rules
 
+# Parameters of vLLM's direct_register_custom_op, alike in both pinned stacks.
+REGISTER_OP = (
+    "op_name",
+    "op_func",
+    "mutates_args",
+    "fake_impl",
+    "target_lib",
+    "dispatch_key",
+    "tags",
+)
+
 
 @dataclass(frozen=True)
 class Difference:

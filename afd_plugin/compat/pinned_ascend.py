@@ -5,7 +5,7 @@ By name: importing this imports neither.
 
 from __future__ import annotations
 
-from afd_plugin.compat.contracts import Contract
+from afd_plugin.compat.contracts import REGISTER_OP, Contract
 from afd_plugin.compat.known import PINNED_VLLM_ASCEND, PINNED_VLLM_OF_ASCEND
 
 _RUNNER = "vllm_ascend.worker.model_runner_v1:NPUModelRunner"
@@ -61,6 +61,7 @@ CONTRACT = Contract(
             "is_driver_worker",
             "kwargs",
         ),
+        "vllm.utils.torch_utils:direct_register_custom_op": REGISTER_OP,
         f"{_WORKER}.init_device": ("self",),
         f"{_GROUP}.create_metadata_builders": (
             "self",

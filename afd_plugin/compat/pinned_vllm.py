@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from afd_plugin.compat.contracts import Contract
+from afd_plugin.compat.contracts import REGISTER_OP, Contract
 from afd_plugin.compat.known import PINNED_VLLM
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
+_ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter"
 _GROUP = "vllm.v1.worker.utils:AttentionGroup"
 
 CONTRACT = Contract(
@@ -57,6 +58,13 @@ CONTRACT = Contract(
             "kernel_block_size",
             "num_metadata_builders",
         ),
+        f"{_RUNNER}.profile_run": ("self", "randomize_inputs"),
+        "vllm.v1.worker.cpu_model_runner:CPUModelRunner.load_model": (
+            "self",
+            "load_dummy_weights",
+        ),
+        f"{_ROUTER}.set_capture_fn": ("self", "capture_fn"),
+        "vllm.utils.torch_utils:direct_register_custom_op": REGISTER_OP,
         f"{_WORKER}.init_device": ("self",),
         f"{_WORKER}.__init__": (
             "self",

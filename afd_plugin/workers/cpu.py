@@ -8,10 +8,13 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from afd_plugin import routing
+from afd_plugin.compat.routing import register_for, route_through_op
 from afd_plugin.compat.stages import StageBuilders
 from afd_plugin.compat.vllm import read_setup
 from afd_plugin.compat.vllm_stages import stage_forward_context
@@ -25,6 +28,20 @@ from afd_plugin.workers.worker import TwoStageWorkerMixin
 
 class AFDCPUModelRunner(TwoStageRunnerMixin, CPUModelRunner):  # type: ignore[misc]
     """The CPU model runner, able to run a step as two stages."""
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        """Every layer's expert ids pass through the routing operator."""
+        super().load_model(load_dummy_weights)
+        layers = self.compilation_config.static_forward_context.values()
+        route_through_op(
+            (layer.router for layer in layers if isinstance(layer, MoERunner)),
+            self.afd_config.force_balanced_routing,
+        )
+
+    def profile_run(self, randomize_inputs: bool = False) -> None:
+        """The routing operator is told; vLLM has no flag of its own."""
+        with routing.profile_run():
+            super().profile_run(randomize_inputs)
 
     def initialize_metadata_builders(self, kv_cache_config: Any, kernel_block_sizes: Any) -> None:
         """One builder a stage: builders keep buffers, which two stages may not share."""
@@ -118,6 +135,7 @@ class AFDCPUWorker(TwoStageWorkerMixin, CPUWorker):  # type: ignore[misc]
     ) -> None:
         register()
         self.afd_prepare(vllm_config, read_setup)
+        register_for(vllm_config)
         super().__init__(
             vllm_config,
             local_rank,

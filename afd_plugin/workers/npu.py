@@ -23,6 +23,7 @@ from vllm_ascend.worker.worker import NPUWorker
 from afd_plugin.agreement import AgreementGroup, agree_on_plan, agree_on_split, withdraw
 from afd_plugin.compat.ascend import builder_path, check_drift, read_setup
 from afd_plugin.compat.ascend_stages import AscendStageBuilders, StageCaches, stage_scopes
+from afd_plugin.compat.routing import register_for
 from afd_plugin.config import AFDConfig
 from afd_plugin.context import AttributeSlot, replaced
 from afd_plugin.decision import StepDecision, decide_step
@@ -239,6 +240,7 @@ class AFDNPUWorker(TwoStageWorkerMixin, NPUWorker):  # type: ignore[misc]
     ) -> None:
         check_drift()
         self.afd_prepare(vllm_config, read_setup)
+        register_for(vllm_config)
         super().__init__(
             vllm_config,
             local_rank,

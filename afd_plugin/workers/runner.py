@@ -26,6 +26,7 @@ from afd_plugin.context import AttributeSlot
 from afd_plugin.decision import KVGroup, StepDecision
 from afd_plugin.errors import StageTensorError
 from afd_plugin.plan import SplitPlan
+from afd_plugin.routing import routing_calls
 from afd_plugin.stage_inputs import StageInputs
 from afd_plugin.topology import Topology
 
@@ -72,13 +73,20 @@ class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
         """Run one scheduled step and record what it realized."""
         step = _Step()
         completed = False
+        earlier = routing_calls()
         with context.replaced(AttributeSlot(self, "_afd_step"), step):
             try:
                 output = super().execute_model(scheduler_output, intermediate_tensors)
                 completed = True
             finally:
                 if step.decision is not None:
-                    evidence = step.decision.evidence(forwards=step.forwards, completed=completed)
+                    calls = routing_calls().since(earlier)
+                    evidence = step.decision.evidence(
+                        forwards=step.forwards,
+                        completed=completed,
+                        balanced_routing=calls.balanced,
+                        natural_routing=calls.natural,
+                    )
                     self._afd_evidence.append(evidence.as_dict())
         return output
 

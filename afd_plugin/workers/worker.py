@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from vllm.config import VllmConfig
 
-from afd_plugin.config import AFDConfig
-from afd_plugin.errors import UpstreamDrift
+from afd_plugin.config import FIXED_AT_START, AFDConfig
+from afd_plugin.errors import OptionValueError, UpstreamDrift
 from afd_plugin.validation import Setup, validate, validate_backends
 
 
@@ -56,6 +56,13 @@ class TwoStageWorkerMixin:
         Raises what start-up would raise; the earlier options then stay in force.
         """
         config = AFDConfig.from_options(options)
+        for name in FIXED_AT_START:
+            now, asked = getattr(self._afd_config, name), getattr(config, name)
+            if now != asked:
+                raise OptionValueError(
+                    f"{name} is {now!r} since this worker started and cannot become {asked!r}; "
+                    "start another worker for it."
+                )
         validate(self._afd_setup, config)
         if self._afd_splits():
             validate_backends(self.model_runner.afd_backends(), config)

@@ -18,10 +18,12 @@ from typing import Any
 from afd_testkit.engines._vllm_child import Backend, ChildStart, RunRequest
 from afd_testkit.engines._vllm_process import EngineProcess, new_log
 from afd_testkit.engines.base import (
+    SERVING,
     EngineConfig,
     EngineDied,
     EngineError,
     Prompt,
+    RoutingSetting,
     RunResult,
     SplitSetting,
 )
@@ -160,15 +162,17 @@ class VllmEngine:
         *,
         split: SplitSetting = SplitSetting(),  # noqa: B008 - frozen value, the Protocol's default
         fault: str | None = None,
+        routing: RoutingSetting = SERVING,
     ) -> RunResult:
         """See :class:`~afd_testkit.engines.base.PrefillEngine`.
 
         Data-parallel ranks get the prompts in turn, the first one the first.
         """
-        self._check_run(prompts, split)
+        self._check_run(prompts, split, routing)
         ranks = len(self._processes)
         requests = [
-            ("run", RunRequest(tuple(prompts[rank::ranks]), split, fault)) for rank in range(ranks)
+            ("run", RunRequest(tuple(prompts[rank::ranks]), split, fault, routing))
+            for rank in range(ranks)
         ]
         answers = self._ask(*requests)
         for answer in answers:
@@ -205,8 +209,19 @@ class VllmEngine:
             self._kill()
             raise
 
-    def _check_run(self, prompts: Sequence[Prompt], split: SplitSetting) -> None:
+    def _check_run(
+        self, prompts: Sequence[Prompt], split: SplitSetting, routing: RoutingSetting
+    ) -> None:
         """Refuse what vLLM would reject late, or accept and get wrong."""
+        if self.config.worker == "stock" and routing != SERVING:
+            raise EngineError(
+                f"a stock worker has no routing operator (asked for {routing}); use worker='afd'"
+            )
+        if split.policy != "off" and ("async_moe_ubatching", False) in self.config.afd:
+            raise EngineError(
+                f"this engine was started with the split off (asked for {split.policy!r}); leave "
+                "async_moe_ubatching out of its options"
+            )
         if self.config.worker == "stock" and split.policy != "off":
             raise EngineError(
                 f"a stock worker cannot split (asked for {split.policy!r}); use worker='afd'"

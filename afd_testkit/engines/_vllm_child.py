@@ -26,7 +26,14 @@ from multiprocessing import connection, current_process, parent_process, set_sta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from afd_testkit.engines.base import EngineConfig, EngineError, Prompt, SplitSetting
+from afd_testkit.engines.base import (
+    SERVING,
+    EngineConfig,
+    EngineError,
+    Prompt,
+    RoutingSetting,
+    SplitSetting,
+)
 
 if TYPE_CHECKING:
     from afd_testkit.engines._vllm_engine import ChildEngine
@@ -100,6 +107,7 @@ class RunRequest:
     prompts: tuple[Prompt, ...]
     split: SplitSetting
     fault: str | None
+    routing: RoutingSetting = SERVING
 
 
 def child_main(pipe: connection.Connection, start: ChildStart) -> None:

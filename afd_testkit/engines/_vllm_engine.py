@@ -96,7 +96,7 @@ class ChildEngine:
             started = time.perf_counter()
             names = self._submit(request.prompts)
             try:
-                self._all("begin", names, stale, _split_options(request.split))
+                self._all("begin", names, stale, self._options(request), request.routing)
                 while self._engine.has_unfinished_requests():
                     for output in self._engine.step():
                         outputs[names[output.request_id]] = output
@@ -122,6 +122,10 @@ class ChildEngine:
             **self._start.backend.facts,
         }
         return RunResult(requests=results, steps=tuple(seen.steps), seconds=seconds, facts=facts)
+
+    def _options(self, request: RunRequest) -> Mapping[str, Any]:
+        """What the splitting worker is told for a run: how to split, and what never changes."""
+        return {**_split_options(request.split), **dict(self._start.config.afd)}
 
     def _is_free(self, block: int) -> bool:
         """Whether no request holds ``block`` and no prefix is cached in it."""
@@ -211,5 +215,8 @@ def _engine_args(start: ChildStart) -> dict[str, Any]:
     if config.worker == "afd":
         args["worker_cls"] = start.backend.afd_worker
         more = start.engine_args.get("additional_config", {})
-        args["additional_config"] = {**more, "afd": {"async_moe_ubatching": True}}
+        args["additional_config"] = {
+            **more,
+            "afd": {"async_moe_ubatching": True, **dict(config.afd)},
+        }
     return args

@@ -11,19 +11,24 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from afd_testkit.devices import version_of
 from afd_testkit.engines._vllm_join import Observation, Seen
 from afd_testkit.engines._vllm_kv import KvReader
 from afd_testkit.engines.base import (
+    SERVING,
     EngineConfig,
     EngineError,
     FloatArray,
+    IdArray,
+    RoutingSetting,
     ScheduledRequest,
     StepRecord,
 )
@@ -70,6 +75,8 @@ class StepProbe:
         self._kv = KvReader(runner)
         self._observed: Observation | None = None
         self._names: Mapping[str, str] = {}
+        self._routing = SERVING
+        self._expert_ids: list[IdArray] = []  # of each execution of the routing operator
         self._passes: list[int] = []  # rows of each pass through the model in this step
         self._touched: set[int] = set()  # blocks held by any row since they were last poisoned
         self._execute: Callable[..., Any] | None = None
@@ -86,10 +93,14 @@ class StepProbe:
         """Names of the attention backends in use."""
         return self._kv.backends()
 
-    def begin(self, names: Mapping[str, str]) -> None:
-        """Observe the requests ``names`` (external request id to prompt name) from now on."""
+    def begin(self, names: Mapping[str, str], routing: RoutingSetting = SERVING) -> None:
+        """Observe the requests ``names`` (external request id to prompt name) from now on.
+
+        ``routing``: what the routing operator is told in steps until :meth:`end`.
+        """
         self._names = dict(names)
         self._observed = Observation()
+        self._routing = routing
 
     def held_blocks(self) -> list[int]:
         """Blocks that a request held in some run and that were not poisoned since."""
@@ -107,30 +118,54 @@ class StepProbe:
 
     def abandon(self) -> None:
         """Stop observing after a failed step; what was seen is of no use."""
-        self._observed = None
+        self._observed, self._routing = None, SERVING
 
     def end(self) -> Observation:
         """Stop observing; what was seen since :meth:`begin`."""
         if self._observed is None:
             raise EngineError("the probe was asked for results before it was started")
-        observed, self._observed = self._observed, None
+        observed, self._observed, self._routing = self._observed, None, SERVING
         return observed
 
     def _execute_and_observe(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self._execute is None:
             raise EngineError("the probe is not installed on this model runner")
         self._passes.clear()
+        self._expert_ids.clear()
         started = time.perf_counter()
-        output = self._execute(scheduler_output, *args, **kwargs)
+        with self._told():
+            output = self._execute(scheduler_output, *args, **kwargs)
         # An idle step (only finished requests to clean up) executes nothing.
         if self._observed is not None and scheduler_output.total_num_scheduled_tokens:
             self._observed.seconds += time.perf_counter() - started
             self._observe(self._observed, scheduler_output)
         return output
 
+    @contextmanager
+    def _told(self) -> Generator[None, None, None]:
+        """The routing operator is told, and watched, as the run asks."""
+        if self._routing == SERVING:
+            yield
+            return
+        from afd_plugin.routing import profile_run, watch_routing
+
+        with ExitStack() as stack:
+            if self._routing.watch:
+                stack.enter_context(watch_routing(self._keep_ids))
+            if self._routing.profiling and not self._on_npu:
+                stack.enter_context(profile_run())
+            yield
+
+    def _keep_ids(self, topk_ids: torch.Tensor, balanced: bool) -> None:
+        self._expert_ids.append(topk_ids.cpu().numpy().astype(np.int64))
+
     def _count_pass(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before each pass: its rows, seen at the model itself, and the way it goes."""
         self._passes.append(int(kwargs["positions"].shape[-1]))
+        if self._routing.profiling and self._on_npu:
+            from vllm.forward_context import get_forward_context
+
+            get_forward_context().in_profile_run = True  # where vLLM-Ascend itself keeps it
         if self._observed is not None and self._on_npu:
             from afd_testkit.engines._ascend_passes import check_pass, way_of_pass
 
@@ -147,6 +182,7 @@ class StepProbe:
             StepRecord(
                 requests=tuple(ScheduledRequest(r.name, r.computed, r.scheduled) for r in rows),
                 forward_rows=tuple(self._passes),
+                expert_ids=tuple(self._expert_ids),
             )
         )
         for row in rows:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from afd_testkit.engines._vllm_child import describe, write_stacks_to
-from afd_testkit.engines.base import EngineConfig, EngineError
+from afd_testkit.engines.base import EngineConfig, EngineError, RoutingSetting
 
 EXTENSION = "afd_testkit.engines._vllm_rank.ProbeExtension"
 CALL = "afd_testkit_call"
@@ -72,14 +72,18 @@ class RankProbe:
         return self._probe.held_blocks()
 
     def begin(
-        self, names: Mapping[str, str], stale: Sequence[int], split: Mapping[str, Any] | None
+        self,
+        names: Mapping[str, str],
+        stale: Sequence[int],
+        options: Mapping[str, Any],
+        routing: RoutingSetting,
     ) -> None:
-        """Before a run: poison ``stale`` blocks, set how to split, observe ``names``."""
+        """Before a run: poison ``stale`` blocks, set the worker's options, observe ``names``."""
         self._probe.poison(stale)
         if self._splits:
             self._worker.afd_take_evidence()
-            self._worker.afd_configure(dict(split or {}))
-        self._probe.begin(names)
+            self._worker.afd_configure(dict(options))
+        self._probe.begin(names, routing)
 
     def end(self) -> Any:
         """What was seen since :meth:`begin`, with the evidence of the splitter."""

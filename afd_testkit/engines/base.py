@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 Policy = Literal["off", "request", "token"]
 FloatArray = NDArray[np.floating[Any]]
+IdArray = NDArray[np.int64]
 
 
 class EngineError(Exception):
@@ -79,6 +80,8 @@ class EngineConfig(Topology):
     ``step_tokens``: most tokens of one step, i.e. the chunk size of chunked prefill;
     ``None`` means that any batch up to ``max_step_tokens`` fits one step.
     ``max_num_seqs``: most requests in one step.
+    ``compiled``: the model runs through vLLM's own compile path instead of eagerly.
+    ``afd``: further options of the splitting worker, as (name, value), fixed at its start.
     """
 
     model: str
@@ -90,12 +93,20 @@ class EngineConfig(Topology):
     max_model_len: int = 2048
     max_step_tokens: int = 8192
     max_num_seqs: int = 256
+    compiled: bool = False
+    afd: tuple[tuple[str, Any], ...] = ()
 
     def label(self) -> str:
         """One short line for progress output and records."""
         chunk = "unchunked" if self.step_tokens is None else f"chunks of {self.step_tokens}"
         prefix = "prefix caching" if self.prefix_caching else "no prefix caching"
-        parts = [f"{self.model} {self.dtype}", self.topology_label(), f"{self.worker} worker"]
+        parts = [
+            f"{self.model} {self.dtype}",
+            self.topology_label(),
+            f"{self.worker} worker",
+            *(f"{name} {value}" for name, value in self.afd),
+            "compiled" if self.compiled else "",
+        ]
         return ", ".join([*(part for part in parts if part), prefix, chunk])
 
 
@@ -110,6 +121,21 @@ class SplitSetting:
     policy: Policy = "off"
     alignment: int = 1
     min_tokens: int = 2
+
+
+@dataclass(frozen=True)
+class RoutingSetting:
+    """What the routing operator is told in one ``run``, and whether its ids are kept.
+
+    ``profiling``: the stack's profile flag is set for the run.  ``watch``: each step keeps the
+    expert ids that the operator left (``StepRecord.expert_ids``).
+    """
+
+    profiling: bool = False
+    watch: bool = False
+
+
+SERVING = RoutingSetting()
 
 
 @dataclass(frozen=True)
@@ -173,12 +199,15 @@ class StepRecord:
     with requests of its own.
     ``evidence``: the splitter's own record (``afd_plugin.StepEvidence.as_dict()``), ``None``
     on a stock worker.
+    ``expert_ids``: [rows, experts a token] of every execution of the routing operator in the
+    step, in order, where the run was asked to watch it.
     """
 
     requests: tuple[ScheduledRequest, ...]
     evidence: dict[str, Any] | None = None
     forward_rows: tuple[int, ...] = ()
     data_rank: int = 0
+    expert_ids: tuple[IdArray, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -227,11 +256,14 @@ class PrefillEngine(Protocol):
         *,
         split: SplitSetting = SplitSetting(),
         fault: str | None = None,
+        routing: RoutingSetting = SERVING,
     ) -> RunResult:
         """Submit all prompts at once, in order, and run until each has its tokens.
 
         ``fault`` names an entry of ``afd_testkit.faults`` that is injected for this run
-        only.  Raises :class:`EngineDied` when the process is gone, :class:`EngineError`
+        only.  ``routing``: what the routing operator is told in this run.
+
+        Raises :class:`EngineDied` when the process is gone, :class:`EngineError`
         for anything else that keeps a result from being produced.
         """
         ...

@@ -17,10 +17,12 @@ import numpy as np
 import torch
 
 from afd_testkit.engines.base import (
+    SERVING,
     EngineConfig,
     EngineError,
     Prompt,
     RequestResult,
+    RoutingSetting,
     RunResult,
     ScheduledRequest,
     SplitSetting,
@@ -107,12 +109,18 @@ class ReferenceEngine:
         *,
         split: SplitSetting = NO_SPLIT,
         fault: str | None = None,
+        routing: RoutingSetting = SERVING,
     ) -> RunResult:
         """See :class:`PrefillEngine`.  A run that fails leaves a cold engine behind.
 
         A run with a fault does not: like any engine it keeps what it wrote, until
         :meth:`reset_prefix_cache`."""
         self._check_run(prompts, split)
+        if routing != SERVING:
+            raise EngineError(
+                f"reference engine: it has no routing operator (asked for {routing}); "
+                "use the engine vllm-cpu or ascend."
+            )
         started = time.perf_counter()
         run = _Run(prompts)
         try:

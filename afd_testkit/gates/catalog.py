@@ -16,11 +16,15 @@ from afd_testkit.results import CheckResult
 
 @dataclass(frozen=True)
 class Gate:
-    """A gate's name, its cases and how one case is run on one subject."""
+    """A gate's name, its cases and how one case is run on one subject.
+
+    ``applies``: whether a subject can show what the gate is about; others have no such checks.
+    """
 
     name: str
     cases: Callable[[GateSession], list[str]]
     run: Callable[[GateSession, Subject, str], Iterator[CheckResult]]
+    applies: Callable[[Subject], bool] = lambda subject: True
 
 
 # In run order: gates that share engines follow each other.

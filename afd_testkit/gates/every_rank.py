@@ -13,9 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from afd_testkit.engines.base import (
+    SERVING,
     PrefillEngine,
     Prompt,
     RequestResult,
+    RoutingSetting,
     RunResult,
     SplitSetting,
     StepRecord,
@@ -60,6 +62,7 @@ class EveryRank:
         *,
         split: SplitSetting = SplitSetting(),  # noqa: B008  # frozen, as in the Protocol
         fault: str | None = None,
+        routing: RoutingSetting = SERVING,
     ) -> RunResult:
         """The first rank's requests; the steps of all ranks, under the prompts' own names."""
         copies = [
@@ -67,7 +70,9 @@ class EveryRank:
             for prompt in prompts
             for rank in range(self._ranks)
         ]
-        result = self._engine.run(copies, split=split, fault=fault)
+        # Engines of other projects need not know of routing until it is asked for.
+        told = {} if routing == SERVING else {"routing": routing}
+        result = self._engine.run(copies, split=split, fault=fault, **told)
         first, *others = (result.requests[rank :: self._ranks] for rank in range(self._ranks))
         differences = [
             _difference(one, other)

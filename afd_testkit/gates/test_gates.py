@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         topology = subject.topology.topology_label()
         shown = "-".join(part for part in (subject.short_model, subject.dtype, topology) if part)
-        for gate in GATES.values():
+        for gate in (gate for gate in GATES.values() if gate.applies(subject)):
             for case in gate.cases(planning):
                 parameters.append(
                     pytest.param(

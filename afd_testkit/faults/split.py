@@ -8,53 +8,15 @@ and each gives wrong numbers without an error.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 from afd_plugin import context, hazards, merge, metadata, stage_inputs
 from afd_plugin.plan import SplitPlan
-
-
-class FaultTarget(Protocol):
-    """What of an engine a fault may touch."""
-
-    def decoder_layers(self) -> Sequence[Any]:
-        """Modules called with (positions, hidden_states, residual, ...) in layer order."""
-        ...
-
-    def moe_routers(self) -> Sequence[Any]:
-        """Objects whose ``select_experts`` returns (weights, ids), in layer order."""
-        ...
-
-
-@dataclass(frozen=True)
-class Fault:
-    """``what`` is wrong, which ``gates`` must show it, and how it is injected."""
-
-    name: str
-    what: str
-    gates: tuple[str, ...]
-    inject: Callable[[FaultTarget], AbstractContextManager[None]]
-
-
-@contextmanager
-def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Generator[None, None, None]:
-    """``owner.name`` replaced by ``make(original)``; an instance attribute is removed again."""
-    original = getattr(owner, name)
-    own = name in vars(owner)
-    setattr(owner, name, make(original))
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
+from afd_testkit.faults.base import Fault, FaultTarget, patched
 
 Change = Callable[[Any, SplitPlan, Any, Any], tuple[Any, Any]]
 
@@ -68,7 +30,7 @@ def _metadata_fault(change: Change) -> Callable[[FaultTarget], AbstractContextMa
 
         return faulty
 
-    return lambda target: _patched(metadata, "slice_metadata", make)
+    return lambda target: patched(metadata, "slice_metadata", make)
 
 
 def _owed(plan: SplitPlan) -> int:
@@ -170,7 +132,7 @@ def _rebased_positions(target: FaultTarget) -> Generator[None, None, None]:
         return first, dataclasses.replace(second, **told)
 
     with (
-        _patched(stage_inputs, "slice_stage_inputs", make),
+        patched(stage_inputs, "slice_stage_inputs", make),
         _metadata_fault(change)(target),
     ):
         yield
@@ -185,7 +147,7 @@ def _swapped_merge(target: FaultTarget) -> AbstractContextManager[None]:
 
         return faulty
 
-    return _patched(merge, "merge_stage_outputs", make)
+    return patched(merge, "merge_stage_outputs", make)
 
 
 @contextmanager
@@ -203,7 +165,7 @@ def _state_kept(target: FaultTarget) -> Generator[None, None, None]:
         return faulty
 
     try:
-        with _patched(context, "replaced", make):
+        with patched(context, "replaced", make):
             yield
     finally:
         for slot, value in reversed(kept):
@@ -211,7 +173,7 @@ def _state_kept(target: FaultTarget) -> Generator[None, None, None]:
 
 
 def _hazard_ignored(target: FaultTarget) -> AbstractContextManager[None]:
-    return _patched(hazards, "hazard_in", lambda original: lambda plan, groups: None)
+    return patched(hazards, "hazard_in", lambda original: lambda plan, groups: None)
 
 
 @contextmanager
@@ -263,82 +225,75 @@ def _routing_shared(target: FaultTarget) -> Generator[None, None, None]:
 
     with ExitStack() as stack:
         for router in target.moe_routers():
-            stack.enter_context(_patched(router, "select_experts", make))
+            stack.enter_context(patched(router, "select_experts", make))
         yield
 
 
-# The control: an injection that changes nothing, under which every gate must stay green.
-CONTROL = "control"
-
-FAULTS: Mapping[str, Fault] = {
-    fault.name: fault
-    for fault in (
-        Fault(CONTROL, "nothing is wrong", (), lambda target: nullcontext()),
-        Fault(
-            "computed-not-advanced",
-            "the second piece of a cut request does not count what the first piece computed",
-            ("split", "chunked", "stability", "prefix-hit"),
-            _metadata_fault(_computed_not_advanced),
-        ),
-        Fault(
-            "positions-rebased",
-            "the second piece's positions start where its request did",
-            ("split", "chunked", "stability", "prefix-hit"),
-            _rebased_positions,
-        ),
-        Fault(
-            "padded-length-told",
-            "attention is told the padded length of stage 1 instead of the real one",
-            ("split", "chunked", "stability"),
-            _metadata_fault(_padded_length),
-        ),
-        Fault(
-            "slot-mapping-not-cut",
-            "stage 1 writes its keys and values to the slots of stage 0",
-            ("split", "chunked", "prefix-hit", "stability"),
-            _metadata_fault(_slots_not_cut),
-        ),
-        Fault(
-            "merge-swapped",
-            "outputs are merged with stage 1 first",
-            ("split", "chunked", "prefix-hit", "stability"),
-            _swapped_merge,
-        ),
-        Fault(
-            "block-row-of-wrong-request",
-            "stage 1 reads through its neighbours' block rows",
-            ("split", "chunked", "prefix-hit", "stability"),
-            _metadata_fault(_wrong_block_row),
-        ),
-        Fault(
-            "state-not-restored",
-            "state that a stage or a split step set stays set",
-            ("stability", "chunked"),
-            _state_kept,
-        ),
-        Fault(
-            "hazard-ignored",
-            "a step is cut between a reader and its writer",
-            ("prefix-hit",),
-            _hazard_ignored,
-        ),
-        Fault(
-            "stage-1-from-stage-0-metadata",
-            "both stages get the metadata of stage 0",
-            ("split",),
-            _metadata_fault(_stage_0_twice),
-        ),
-        Fault(
-            "residual-leaked",
-            "a residual of stage 0 is left in the buffer that stage 1 reads",
-            ("split", "chunked", "prefix-hit", "stability"),
-            _residual_leaked,
-        ),
-        Fault(
-            "routing-table-shared",
-            "both stages use one table of expert ids",
-            ("split", "chunked", "prefix-hit", "stability"),
-            _routing_shared,
-        ),
-    )
-}
+FAULTS: Sequence[Fault] = (
+    Fault(
+        "computed-not-advanced",
+        "the second piece of a cut request does not count what the first piece computed",
+        ("split", "chunked", "stability", "prefix-hit"),
+        _metadata_fault(_computed_not_advanced),
+    ),
+    Fault(
+        "positions-rebased",
+        "the second piece's positions start where its request did",
+        ("split", "chunked", "stability", "prefix-hit"),
+        _rebased_positions,
+    ),
+    Fault(
+        "padded-length-told",
+        "attention is told the padded length of stage 1 instead of the real one",
+        ("split", "chunked", "stability"),
+        _metadata_fault(_padded_length),
+    ),
+    Fault(
+        "slot-mapping-not-cut",
+        "stage 1 writes its keys and values to the slots of stage 0",
+        ("split", "chunked", "prefix-hit", "stability"),
+        _metadata_fault(_slots_not_cut),
+    ),
+    Fault(
+        "merge-swapped",
+        "outputs are merged with stage 1 first",
+        ("split", "chunked", "prefix-hit", "stability"),
+        _swapped_merge,
+    ),
+    Fault(
+        "block-row-of-wrong-request",
+        "stage 1 reads through its neighbours' block rows",
+        ("split", "chunked", "prefix-hit", "stability"),
+        _metadata_fault(_wrong_block_row),
+    ),
+    Fault(
+        "state-not-restored",
+        "state that a stage or a split step set stays set",
+        ("stability", "chunked"),
+        _state_kept,
+    ),
+    Fault(
+        "hazard-ignored",
+        "a step is cut between a reader and its writer",
+        ("prefix-hit",),
+        _hazard_ignored,
+    ),
+    Fault(
+        "stage-1-from-stage-0-metadata",
+        "both stages get the metadata of stage 0",
+        ("split",),
+        _metadata_fault(_stage_0_twice),
+    ),
+    Fault(
+        "residual-leaked",
+        "a residual of stage 0 is left in the buffer that stage 1 reads",
+        ("split", "chunked", "prefix-hit", "stability"),
+        _residual_leaked,
+    ),
+    Fault(
+        "routing-table-shared",
+        "both stages use one table of expert ids",
+        ("split", "chunked", "prefix-hit", "stability"),
+        _routing_shared,
+    ),
+)

@@ -1,0 +1,257 @@
+"""Which experts a token goes to: the router's own choice, or a balanced one while profiling.
+
+While a model is profiled, no single rank may get too many tokens, so expert ids are spread
+evenly; while it serves they must be the router's own.  The choice is made inside an operator
+that the compiler does not look into: a flag read in plain Python would be baked into the
+compiled graph with the value that it had when the graph was made.  Everything before it, the
+gate's matrix product and top-k, stays in the compiled region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.library import Library
+
+from afd_plugin.errors import RoutingError, RoutingOpError
+from afd_plugin.ops import OpDefinition, Registrar, register, with_torch
+
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class TokenHolders:
+    """Who holds tokens and who holds experts; sizes are rank counts.
+
+    ``holder`` of ``holders``: this rank among those that hold tokens of their own; ranks that
+    see the same tokens count as one.  ``expert_ranks``: ranks that the experts lie on, the first
+    ones holding one more where they do not come out even (vLLM's linear placement).
+    """
+
+    holder: int = 0
+    holders: int = 1
+    expert_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.holder < self.holders or self.expert_ranks < 1:
+            raise RoutingError(
+                f"rank {self.holder} of {self.holders} holding tokens and {self.expert_ranks} "
+                "holding experts cannot be; allowed are 0 <= holder < holders and expert_ranks >= 1"
+            )
+
+
+@dataclass(frozen=True)
+class RoutingRuntime:
+    """Where the running stack keeps what the operator reads each time it executes.
+
+    ``name`` says which place; equal names mean the same one.  ``in_profile_run``: the flag there,
+    which raises where it cannot be read.  ``ranks``: who holds tokens and experts.
+    """
+
+    name: str
+    in_profile_run: Callable[[], bool] = field(compare=False)
+    ranks: Callable[[], TokenHolders] = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _expert_cycle(num_experts: int, expert_ranks: int) -> NDArray[np.int64]:
+    """[num_experts] expert ids in the order in which they are dealt: one of each rank in turn."""
+    base, more = divmod(num_experts, expert_ranks)
+    sizes = [base + (rank < more) for rank in range(expert_ranks)]
+    firsts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    turns = range(max(sizes))
+    return np.array(
+        [
+            firsts[rank] + turn
+            for turn in turns
+            for rank in range(expert_ranks)
+            if turn < sizes[rank]
+        ],
+        dtype=np.int64,
+    )
+
+
+def balanced_expert_ids(
+    num_tokens: int, top_k: int, num_experts: int, holders: TokenHolders = TokenHolders()
+) -> NDArray[np.int64]:
+    """[num_tokens, top_k] ids in [0, num_experts), as even as whole assignments can be.
+
+    Experts are dealt in a cycle, one of each expert rank in turn; rank r of R holders begins a
+    fraction r / R into the cycle.  Over one rank's tokens the counts of any two experts, and of
+    any two expert ranks of equal size, differ by at most one; so do they over all ranks with
+    equally many tokens.  A token's experts differ from each other.
+
+    Raises :class:`RoutingError` for more experts a token than there are, or negative sizes.
+    """
+    if num_tokens < 0 or not 0 <= top_k <= num_experts or num_experts < 1:
+        raise RoutingError(
+            f"{num_tokens} tokens cannot go to {top_k} of {num_experts} experts each; allowed are "
+            "0 or more tokens and 0 to num_experts experts a token"
+        )
+    cycle = _expert_cycle(num_experts, holders.expert_ranks)
+    start = holders.holder * num_experts // holders.holders
+    places = (start + np.arange(num_tokens * top_k)) % num_experts
+    ids: NDArray[np.int64] = cycle[places].reshape(num_tokens, top_k)
+    return ids
+
+
+@dataclass(frozen=True)
+class RoutingCalls:
+    """Executions of the operator in this process: with ids ``balanced``, or left ``natural``."""
+
+    balanced: int = 0
+    natural: int = 0
+
+    def since(self, earlier: RoutingCalls) -> RoutingCalls:
+        """Those after ``earlier``."""
+        return RoutingCalls(self.balanced - earlier.balanced, self.natural - earlier.natural)
+
+
+# Called after the operator with the ids that it leaves, and whether they are balanced.
+Watcher = Callable[[torch.Tensor, bool], None]
+
+
+@dataclass
+class _Process:
+    """What the operator of this process knows."""
+
+    runtime: RoutingRuntime | None = None
+    library: Library | None = None
+    calls: RoutingCalls = RoutingCalls()
+    watchers: list[Watcher] = field(default_factory=list)
+
+
+_process = _Process()
+# Set where no stack has a flag of its own, by whoever runs the profile pass.
+_profiling: ContextVar[bool] = ContextVar("afd_profiling", default=False)
+
+
+@contextmanager
+def profile_run(enabled: bool = True) -> Generator[None, None, None]:
+    """The context variable says inside that the model is being profiled (or is not)."""
+    token = _profiling.set(enabled)
+    try:
+        yield
+    finally:
+        _profiling.reset(token)
+
+
+def script_runtime(ranks: TokenHolders = TokenHolders()) -> RoutingRuntime:
+    """For scripts, tests and stacks without a flag: :func:`profile_run` is the flag."""
+    return RoutingRuntime("context variable", _profiling.get, lambda: ranks)
+
+
+def routing_calls() -> RoutingCalls:
+    """How often the operator ran in this process until now."""
+    return _process.calls
+
+
+@contextmanager
+def watch_routing(watcher: Watcher) -> Generator[None, None, None]:
+    """``watcher`` sees the ids that each execution leaves; it must not change them."""
+    _process.watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _process.watchers.remove(watcher)
+
+
+def _check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
+    """Raises :class:`RoutingError`; also while tracing, with symbolic sizes."""
+    if topk_ids.dim() != 2 or topk_ids.dtype not in ID_DTYPES:
+        raise RoutingError(
+            f"topk_ids is {list(topk_ids.shape)} of {topk_ids.dtype}; it must be "
+            "[tokens, experts a token] of torch.int32 or torch.int64"
+        )
+    if num_experts < 1 or topk_ids.shape[1] > num_experts:
+        raise RoutingError(
+            f"topk_ids gives each token {topk_ids.shape[1]} experts of {num_experts}; num_experts "
+            "is the number of logical experts and must be at least as large"
+        )
+
+
+def afd_balance_routing_ids_(topk_ids: torch.Tensor, num_experts: int, force_balance: bool) -> None:
+    """Spread ``topk_ids`` evenly in place if forced or profiling; otherwise not a bit changes.
+
+    ``topk_ids``: [tokens, experts a token] logical expert ids, int32 or int64, any strides.
+    ``num_experts``: logical experts.  The profile flag is read here, when the operator executes.
+    Raises :class:`RoutingError`, or :class:`RoutingOpError` where no runtime is bound.
+    """
+    _check_ids(topk_ids, num_experts)
+    runtime = _process.runtime
+    if runtime is None:
+        raise RoutingOpError(
+            "the routing operator was called before a runtime was bound to it. Start the AFD "
+            "worker, or call afd_plugin.routing.register_routing_op(script_runtime())."
+        )
+    balanced = force_balance or runtime.in_profile_run()
+    if balanced:
+        tokens, top_k = topk_ids.shape
+        ids = balanced_expert_ids(tokens, top_k, num_experts, runtime.ranks())
+        topk_ids.copy_(torch.from_numpy(ids))
+    calls = _process.calls
+    _process.calls = replace(
+        calls, balanced=calls.balanced + balanced, natural=calls.natural + (not balanced)
+    )
+    for watcher in _process.watchers:
+        watcher(topk_ids, balanced)
+
+
+def _fake(topk_ids: torch.Tensor, num_experts: int, force_balance: bool) -> None:
+    _check_ids(topk_ids, num_experts)
+
+
+ROUTING_OP = OpDefinition(
+    namespace="vllm",  # vLLM's own operators live there; the name is the same without vLLM
+    name="afd_balance_routing_ids_",
+    kernel=afd_balance_routing_ids_,
+    mutates=("topk_ids",),
+    fake=_fake,
+)
+
+
+def register_routing_op(
+    runtime: RoutingRuntime | None = None, registrar: Registrar = with_torch
+) -> None:
+    """Register the operator once in this process and bind ``runtime`` to it.
+
+    ``runtime``: where the flag is; :func:`script_runtime` if not given.  Called again it does
+    nothing, and it refuses another runtime than the one in force: one process serves one stack.
+    Raises :class:`RoutingOpError`, or whatever kept the registration from being complete.
+    """
+    runtime = runtime or _process.runtime or script_runtime()
+    bound = _process.runtime
+    if bound is not None and bound != runtime:
+        raise RoutingOpError(
+            f"the routing operator reads its flag from the {bound.name} in this process; it cannot "
+            f"also read the {runtime.name}. Use one stack a process."
+        )
+    if not ROUTING_OP.is_registered:
+        _process.library = register(ROUTING_OP, registrar)
+    ROUTING_OP.check_registered()
+    _process.runtime = runtime
+
+
+@contextmanager
+def bound_runtime(runtime: RoutingRuntime) -> Generator[None, None, None]:
+    """``runtime`` in force inside, whatever was before it afterwards; for tests and replays."""
+    before = _process.runtime
+    _process.runtime = runtime
+    try:
+        yield
+    finally:
+        _process.runtime = before
+
+
+def balance_routing_ids_(
+    topk_ids: torch.Tensor, num_experts: int, force_balance: bool = False
+) -> None:
+    """Call the registered operator.  Raises :class:`RoutingOpError` where it is not registered."""
+    ROUTING_OP.overload(topk_ids, num_experts, force_balance)

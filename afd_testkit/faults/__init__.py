@@ -1,0 +1,22 @@
+"""Known-bad variants of what gates judge, by name; see ``base`` for what a fault is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+from afd_testkit.faults import split
+from afd_testkit.faults.base import Fault, FaultTarget
+
+__all__ = ["CONTROL", "FAULTS", "Fault", "FaultTarget"]
+
+# The control: an injection that changes nothing, under which every gate must stay green.
+CONTROL = "control"
+
+FAULTS: Mapping[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault(CONTROL, "nothing is wrong", (), lambda target: nullcontext()),
+        *split.FAULTS,
+    )
+}
