@@ -38,7 +38,12 @@ def test_off_record() -> None:
     batch = ScheduledBatch([2, 4], [4, 0], num_input_tokens=8)
     record = (
         decide_step(batch, AFDConfig(), [])
-        .evidence(forwards=[batch.num_input_tokens], completed=True)
+        .evidence(
+            forwards=[batch.num_input_tokens],
+            completed=True,
+            balanced_routing=3,
+            natural_routing=2,
+        )
         .as_dict()
     )
     assert record == {
@@ -56,6 +61,8 @@ def test_off_record() -> None:
         "reason": "disabled",
         "detail": "async_moe_ubatching is off",
         "completed": True,
+        "balanced_routing": 3,
+        "natural_routing": 2,
     }
 
 
@@ -79,6 +86,8 @@ def test_split_record() -> None:
         "reason": None,
         "detail": None,
         "completed": False,
+        "balanced_routing": 0,
+        "natural_routing": 0,
     }
 
 
