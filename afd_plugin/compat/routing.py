@@ -16,9 +16,9 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from afd_plugin.errors import RoutingOpError, UnknownProfileFlag
 from afd_plugin.ops import OpDefinition
 from afd_plugin.routing import (
+    ROUTING_OP,
     RoutingRuntime,
     TokenHolders,
-    balance_routing_ids_,
     register_routing_op,
     script_runtime,
 )
@@ -109,9 +109,13 @@ def route_through_op(routers: Iterable[Any], force_balance: bool) -> None:
 
 
 def _hook(before: Any, num_experts: int, force_balance: bool) -> Any:
+    # Looked up here, since models are compiled with the callback inside: whether an operator is
+    # registered cannot be asked in code that the compiler traces.
+    balance = ROUTING_OP.overload
+
     def capture(topk_ids: Any) -> None:
         if before is not None:
             before(topk_ids)
-        balance_routing_ids_(topk_ids, num_experts, force_balance)
+        balance(topk_ids, num_experts, force_balance)
 
     return capture
