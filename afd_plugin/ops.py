@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 from torch.library import Library, infer_schema
 
 from afd_plugin.errors import RoutingOpError
@@ -47,8 +48,9 @@ class OpDefinition:
         """The registered operator.  Raises :class:`RoutingOpError` where there is none."""
         if not self.is_registered:
             raise RoutingOpError(
-                f"the operator {self.qualified_name} is not registered in this process. Start the "
-                "AFD worker, or call afd_plugin.routing.register_routing_op() first."
+                f"the operator {self.qualified_name} is not registered in this process. Register "
+                "it first; for the routing operator the AFD worker does so when it starts, and "
+                "elsewhere one call of afd_plugin.routing.register_routing_op()."
             )
         packet: torch._ops.OpOverloadPacket = getattr(getattr(torch.ops, self.namespace), self.name)
         return packet.default
@@ -62,12 +64,17 @@ class OpDefinition:
         )
 
     def check_registered(self) -> None:
-        """Raises :class:`RoutingOpError` unless what is registered has this very schema."""
+        """Raises :class:`RoutingOpError` unless this very schema and a fake kernel are there."""
         found = str(self.overload._schema)
         if found != self.schema:
             raise RoutingOpError(
                 f"{self.qualified_name} is registered in this process as {found}, but this package "
                 f"declares {self.schema}. Two versions of it are loaded; keep one."
+            )
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(self.qualified_name, "Meta"):
+            raise RoutingOpError(
+                f"{self.qualified_name} is registered in this process without a fake kernel, and "
+                "cannot be compiled. Register the fake of its definition too."
             )
 
 
@@ -84,16 +91,34 @@ def with_torch(definition: OpDefinition, library: Library) -> None:
     torch.library.register_fake(definition.qualified_name, definition.fake, lib=library)
 
 
+def take_down(library: Library) -> None:
+    """Remove every operator that ``library`` defines, and all that torch remembers of them.
+
+    torch's own ``_destroy`` leaves the names in its list and the signatures in its cache until
+    the object is collected, and then drops those of whoever has defined them again meanwhile.
+    An error that is looked at keeps the object alive.
+    """
+    names = frozenset(library._op_defs)
+    library._destroy()
+    for name in names:
+        base, _, overload = name.partition(".")
+        _SCHEMA_TO_SIGNATURE_CACHE.pop((base, overload), None)
+    torch.library._defs.difference_update(names)
+    library._op_defs.clear()
+    library._op_impls.clear()
+
+
 def register(definition: OpDefinition, registrar: Registrar = with_torch) -> Library:
     """Register ``definition`` in a new library, which the caller keeps alive.
 
-    Complete or raising: where any part fails the whole is taken down again and the error
-    surfaces as it was raised.
+    Complete or raising: where any part fails, or the registrar leaves out the schema or the fake,
+    the whole is taken down again and the error surfaces as it was raised.
     """
     library = Library(definition.namespace, "FRAGMENT")
     try:
         registrar(definition, library)
+        definition.check_registered()
     except BaseException:
-        library._destroy()
+        take_down(library)
         raise
     return library

@@ -24,6 +24,7 @@ from afd_testkit.settings import Settings
 
 if TYPE_CHECKING:
     from afd_testkit.engines.base import EngineConfig, PrefillEngine
+    from afd_testkit.library import OpLibrary
     from afd_testkit.pool import EnginePool
     from afd_testkit.results import CheckResult
 
@@ -188,3 +189,15 @@ def record_check(request: pytest.FixtureRequest) -> Callable[[CheckResult], Chec
     """
     ledger = request.config.stash[ledger_key]
     return lambda result: gate_run.record(request.node, result, ledger)
+
+
+@pytest.fixture
+def op_library() -> Iterator[OpLibrary]:
+    """Operators for the length of the test: ``op_library.register(definition)``.
+
+    See ``afd_testkit.library``, which also has ``op_scope`` for code without fixtures.
+    """
+    from afd_testkit.library import op_scope
+
+    with op_scope() as library:
+        yield library
