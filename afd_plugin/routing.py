@@ -222,8 +222,10 @@ def register_routing_op(
 ) -> None:
     """Register the operator once in this process and bind ``runtime`` to it.
 
-    ``runtime``: where the flag is; :func:`script_runtime` if not given.  Called again it does
-    nothing, and it refuses another runtime than the one in force: one process serves one stack.
+    ``runtime``: where the flag is; if not given, the one in force or :func:`script_runtime`.
+    Called again it registers nothing.  The place of the flag must then be the one in force, since
+    one process serves one stack; ranks are those of the latest call, as of an engine started after
+    another.
     Raises :class:`RoutingOpError`, or whatever kept the registration from being complete.
     """
     runtime = runtime or _process.runtime or script_runtime()

@@ -1,0 +1,488 @@
+"""The routing operator: balanced while profiling or forced, otherwise not a bit changes."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from afd_plugin import routing
+from afd_plugin.errors import RoutingError, RoutingOpError
+from afd_plugin.ops import OpDefinition, Registrar, register, take_down, with_torch
+from afd_plugin.routing import (
+    ROUTING_OP,
+    RoutingCalls,
+    RoutingRuntime,
+    TokenHolders,
+    balance_routing_ids_,
+    balanced_expert_ids,
+    bound_runtime,
+    profile_run,
+    register_routing_op,
+    routing_calls,
+    script_runtime,
+    watch_routing,
+)
+from afd_testkit.library import OpLibrary
+
+pytestmark = pytest.mark.cpu
+
+DTYPES = (torch.int32, torch.int64)
+
+
+def rank_of(expert: int, num_experts: int, ranks: int) -> int:
+    """Linear placement, by laying the experts down one by one: the first ranks hold one more."""
+    first = 0
+    for rank in range(ranks):
+        first += num_experts // ranks + (1 if rank < num_experts % ranks else 0)
+        if expert < first:
+            return rank
+    raise AssertionError(expert)
+
+
+def counts_of_experts(ids: np.ndarray, num_experts: int) -> list[int]:
+    found = Counter(ids.flatten().tolist())
+    assert set(found) <= set(range(num_experts))
+    return [found[expert] for expert in range(num_experts)]
+
+
+def counts_of_ranks(ids: np.ndarray, num_experts: int, ranks: int) -> list[int]:
+    found = Counter(rank_of(expert, num_experts, ranks) for expert in ids.flatten().tolist())
+    return [found[rank] for rank in range(ranks)]
+
+
+# --- balanced ids -------------------------------------------------------------------------------
+
+
+def test_eight_experts_on_four_ranks() -> None:
+    """Case I1: 16 tokens with two experts each are 32 assignments, 8 a rank, 4 an expert."""
+    ids = balanced_expert_ids(16, 2, 8, TokenHolders(expert_ranks=4))
+    assert counts_of_ranks(ids, 8, 4) == [8, 8, 8, 8]
+    assert counts_of_experts(ids, 8) == [4] * 8
+
+
+def test_many_ranks_with_few_tokens_each() -> None:
+    """Case I2: each of 64 ranks sends 16 * 8 = 128 assignments to 256 experts.
+
+    Were all to begin the cycle at one place, the first 128 experts of it would get everything.
+    """
+    received = np.zeros(64, dtype=int)
+    for holder in range(64):
+        ids = balanced_expert_ids(16, 8, 256, TokenHolders(holder, 64, 64))
+        received += counts_of_ranks(ids, 256, 64)
+        assert counts_of_ranks(ids, 256, 64) == [2] * 64  # each rank's own tokens too
+    assert received.tolist() == [128] * 64
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """tokens, experts a token, experts, ranks with tokens, ranks with experts."""
+    experts = draw(st.integers(1, 24))
+    return (
+        draw(st.integers(0, 30)),
+        draw(st.integers(0, experts)),
+        experts,
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, experts + 3)),
+    )
+
+
+@given(shapes())
+def test_each_rank_spreads_its_own_tokens_evenly(shape: tuple[int, int, int, int, int]) -> None:
+    tokens, top_k, experts, holders, ranks = shape
+    sizes = Counter(rank_of(expert, experts, ranks) for expert in range(experts))
+    for holder in range(holders):
+        ids = balanced_expert_ids(tokens, top_k, experts, TokenHolders(holder, holders, ranks))
+        assert ids.shape == (tokens, top_k)
+        of_experts = counts_of_experts(ids, experts)
+        assert max(of_experts) - min(of_experts) <= 1
+        of_ranks = counts_of_ranks(ids, experts, ranks)
+        for size in set(sizes.values()):
+            alike = [of_ranks[rank] for rank in range(ranks) if sizes[rank] == size]
+            assert max(alike) - min(alike) <= 1
+        for row in ids.tolist():
+            assert len(set(row)) == top_k
+
+
+@given(shapes())
+def test_all_ranks_together_are_as_even(shape: tuple[int, int, int, int, int]) -> None:
+    tokens, top_k, experts, holders, ranks = shape
+    together = np.zeros(experts, dtype=int)
+    for holder in range(holders):
+        ids = balanced_expert_ids(tokens, top_k, experts, TokenHolders(holder, holders, ranks))
+        together += counts_of_experts(ids, experts)
+    assert together.sum() == tokens * top_k * holders
+    assert together.max() - together.min() <= 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(-1, 1, 4), (3, 5, 4), (3, -1, 4), (0, 0, 0), (1, 1, -2)]
+)
+def test_sizes_that_cannot_be(tokens: int, top_k: int, experts: int) -> None:
+    with pytest.raises(RoutingError, match=rf"{tokens} tokens .* {top_k} of {experts} experts"):
+        balanced_expert_ids(tokens, top_k, experts)
+
+
+@pytest.mark.parametrize(
+    ("holder", "holders", "expert_ranks"), [(1, 1, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)]
+)
+def test_ranks_that_cannot_be(holder: int, holders: int, expert_ranks: int) -> None:
+    with pytest.raises(RoutingError, match=f"rank {holder} of {holders} .*0 <= holder < holders"):
+        TokenHolders(holder, holders, expert_ranks)
+
+
+# --- the operator -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def op(op_library: OpLibrary) -> Iterator[None]:
+    """Registered, with the context variable as its flag, eight experts lying on four ranks."""
+    op_library.register(ROUTING_OP)
+    with bound_runtime(script_runtime(TokenHolders(expert_ranks=4))):
+        yield
+
+
+@contextmanager
+def counted() -> Iterator[list[RoutingCalls]]:
+    """What the operator did inside, in the list afterwards."""
+    before, told = routing_calls(), []  # type: ignore[var-annotated]
+    yield told
+    told.append(routing_calls().since(before))
+
+
+def skewed(tokens: int, top_k: int, dtype: torch.dtype) -> torch.Tensor:
+    """A gate that favours the first experts."""
+    return torch.arange(top_k, dtype=dtype).repeat(tokens, 1)
+
+
+@pytest.mark.usefixtures("op")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_live_ids_stay_and_forced_or_profiled_ones_are_even(dtype: torch.dtype) -> None:
+    """Case I1, through the operator."""
+    ids = skewed(16, 2, dtype)
+    balance_routing_ids_(ids, 8)
+    assert torch.equal(ids, skewed(16, 2, dtype))
+    balance_routing_ids_(ids, 8, force_balance=True)
+    assert counts_of_ranks(ids.numpy(), 8, 4) == [8] * 4
+    assert ids.dtype is dtype
+    profiled = skewed(16, 2, dtype)
+    with profile_run():
+        balance_routing_ids_(profiled, 8)
+    assert torch.equal(profiled, ids)
+
+
+@pytest.mark.usefixtures("op")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("top_k", range(9))
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_every_count_of_experts_a_token(dtype: torch.dtype, top_k: int, tokens: int) -> None:
+    ids = torch.full((tokens, top_k), -7, dtype=dtype)
+    balance_routing_ids_(ids, 8, force_balance=True)
+    counts = counts_of_experts(ids.numpy(), 8)
+    assert sum(counts) == tokens * top_k
+    assert max(counts) - min(counts) <= 1
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "every second column": lambda base: base[:, ::2],
+    "every third row": lambda base: base[::3],
+    "transposed": lambda base: base.T,
+    "inside": lambda base: base[2:-1, 1:4],
+}
+
+
+@pytest.mark.usefixtures("op")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_strided_ids_are_written_and_nothing_beside_them(dtype: torch.dtype, view: str) -> None:
+    base = torch.full((8, 8), -1, dtype=dtype)
+    ids = VIEWS[view](base)
+    contiguous = torch.full(ids.shape, -1, dtype=dtype)
+    balance_routing_ids_(ids, 8, force_balance=True)
+    balance_routing_ids_(contiguous, 8, force_balance=True)
+    assert torch.equal(ids, contiguous)
+    assert int((base == -1).sum()) == base.numel() - ids.numel()
+
+
+@pytest.mark.usefixtures("op")
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    dtype=st.sampled_from(DTYPES),
+    tokens=st.integers(0, 9),
+    top_k=st.integers(0, 8),
+)
+def test_live_not_a_bit_changes(seed: int, dtype: torch.dtype, tokens: int, top_k: int) -> None:
+    """Whatever bits are there, also such as are no id: serving never looks at them."""
+    width = {torch.int32: 4, torch.int64: 8}[dtype]
+    bits = np.random.default_rng(seed).integers(0, 256, (tokens, top_k * width), dtype=np.uint8)
+    ids = torch.empty(tokens, top_k, dtype=dtype)
+    ids.numpy().reshape(-1).view(np.uint8)[:] = bits.reshape(-1)
+    version = ids._version
+    balance_routing_ids_(ids, 8)
+    assert ids.numpy().tobytes() == bits.tobytes()
+    assert ids._version == version  # nor is it written to with what it holds
+
+
+@pytest.mark.usefixtures("op")
+@pytest.mark.parametrize(
+    ("ids", "experts", "said"),
+    [
+        (torch.zeros(3, 5, dtype=torch.int32), 4, "gives each token 5 experts of 4"),
+        (torch.zeros(3, 0, dtype=torch.int32), 0, "gives each token 0 experts of 0"),
+        (torch.zeros(3, 2), 4, r"\[3, 2\] of torch.float32; .*torch.int32 or torch.int64"),
+        (torch.zeros(3, 2, dtype=torch.int16), 4, "of torch.int16"),
+        (torch.zeros(6, dtype=torch.int64), 4, r"topk_ids is \[6\]"),
+        (torch.zeros(1, 2, 3, dtype=torch.int64), 4, r"topk_ids is \[1, 2, 3\]"),
+    ],
+    ids=lambda value: None if isinstance(value, torch.Tensor) else str(value)[:12],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("force", [False, True])
+def test_what_is_no_routing_is_refused_real_and_traced(
+    ids: torch.Tensor, experts: int, said: str, device: str, force: bool
+) -> None:
+    with counted() as told, pytest.raises(RoutingError, match=said):
+        balance_routing_ids_(ids.to(device), experts, force)
+    assert told == [RoutingCalls()]
+
+
+def test_without_a_runtime_it_does_not_guess(op_library: OpLibrary, process: None) -> None:
+    op_library.register(ROUTING_OP)
+    ids = skewed(4, 2, torch.int32)
+    for force in (False, True):
+        with pytest.raises(RoutingOpError, match=r"before a runtime was bound.*script_runtime"):
+            balance_routing_ids_(ids, 8, force)
+    assert torch.equal(ids, skewed(4, 2, torch.int32))
+
+
+def test_without_a_registration_it_says_what_to_do() -> None:
+    with pytest.raises(RoutingOpError, match=r"not registered.*register_routing_op\(\)"):
+        balance_routing_ids_(skewed(1, 1, torch.int32), 8)
+
+
+# --- the flag -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("op")
+def test_profile_runs_are_nested() -> None:
+    flag = script_runtime().in_profile_run
+    seen = [flag()]
+    with profile_run():
+        seen.append(flag())
+        with profile_run(False):
+            seen.append(flag())
+            with profile_run():
+                seen.append(flag())
+            seen.append(flag())
+        with pytest.raises(ZeroDivisionError), profile_run(False):
+            1 / 0  # noqa: B018
+        seen.append(flag())
+    seen.append(flag())
+    assert seen == [False, True, False, True, False, True, False]
+
+
+@pytest.mark.usefixtures("op")
+def test_the_flag_does_not_cross_to_other_threads_unless_it_is_carried() -> None:
+    """As docs/routing.md says: a thread begins with a context of its own."""
+    found: dict[str, bool] = {}
+
+    def look(name: str) -> None:
+        ids = skewed(16, 2, torch.int64)
+        balance_routing_ids_(ids, 8)
+        found[name] = not torch.equal(ids, skewed(16, 2, torch.int64))
+
+    with profile_run():
+        carried = copy_context()
+        threads = [
+            threading.Thread(target=look, args=("plain",)),
+            threading.Thread(target=carried.run, args=(look, "carried")),
+        ]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        look("own")
+    look("after")
+    assert found == {"plain": False, "carried": True, "own": True, "after": False}
+
+
+@pytest.mark.usefixtures("op")
+def test_the_flag_is_read_at_each_call_and_errors_of_it_surface() -> None:
+    state = {"profiling": True, "asked": 0}
+
+    def flag() -> bool:
+        state["asked"] += 1
+        if state["profiling"] is None:
+            raise RoutingOpError("nothing says so here")
+        return bool(state["profiling"])
+
+    natural = skewed(16, 2, torch.int32)
+    with bound_runtime(RoutingRuntime("test", flag, TokenHolders)):
+        for profiling in (True, False, True):
+            state["profiling"] = profiling
+            ids = natural.clone()
+            balance_routing_ids_(ids, 8)
+            assert torch.equal(ids, natural) is not profiling
+        state["profiling"] = None  # type: ignore[assignment]
+        ids = natural.clone()
+        with pytest.raises(RoutingOpError, match="nothing says so here"):
+            balance_routing_ids_(ids, 8)
+        assert torch.equal(ids, natural)
+    assert state["asked"] == 4
+
+
+# --- counters and watchers ----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("op")
+def test_calls_are_counted_by_what_they_did() -> None:
+    ids = skewed(4, 2, torch.int32)
+    with counted() as told:
+        balance_routing_ids_(ids, 8)
+        balance_routing_ids_(ids, 8, force_balance=True)
+        with profile_run():
+            balance_routing_ids_(ids, 8)
+            balance_routing_ids_(torch.empty(0, 2, dtype=torch.int32), 8)
+        balance_routing_ids_(torch.empty(3, 2, dtype=torch.int32, device="meta"), 8, True)
+    assert told == [RoutingCalls(balanced=3, natural=1)]
+
+
+def balance_and_fail(ids: torch.Tensor, told: list[bool]) -> None:
+    with watch_routing(lambda seen, balanced: told.append(balanced)):
+        balance_routing_ids_(ids, 8, force_balance=True)
+        1 / 0  # noqa: B018
+
+
+@pytest.mark.usefixtures("op")
+def test_watchers_see_what_is_left_and_only_while_they_watch() -> None:
+    first: list[tuple[list[list[int]], bool]] = []
+    second: list[bool] = []
+    ids = skewed(2, 2, torch.int64)
+    with watch_routing(lambda seen, balanced: first.append((seen.tolist(), balanced))):
+        balance_routing_ids_(ids, 8)
+        with pytest.raises(ZeroDivisionError):
+            balance_and_fail(ids, second)
+        balance_routing_ids_(ids, 8)
+    balance_routing_ids_(ids, 8, force_balance=True)
+    assert [balanced for _, balanced in first] == [False, True, False]
+    assert first[0][0] == [[0, 1], [0, 1]]
+    assert first[1][0] == first[2][0] == ids.tolist()
+    assert second == [True]
+
+
+# --- registration in a process ------------------------------------------------------------------
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As if the process had not registered anything; what the test registers is taken down."""
+    own = routing._Process()
+    monkeypatch.setattr(routing, "_process", own)
+    yield
+    if own.library is not None:
+        take_down(own.library)
+
+
+@pytest.mark.usefixtures("process")
+def test_registered_once_and_again_it_does_nothing() -> None:
+    made: list[str] = []
+
+    def registrar(definition: OpDefinition, library: torch.library.Library) -> None:
+        made.append(definition.qualified_name)
+        with_torch(definition, library)
+
+    register_routing_op(registrar=registrar)
+    first = ROUTING_OP.overload
+    for _ in range(2):
+        register_routing_op(registrar=registrar)
+    register_routing_op(script_runtime(), registrar)
+    assert made == ["vllm::afd_balance_routing_ids_"]
+    assert ROUTING_OP.overload is first
+    assert str(first._schema) == (
+        "vllm::afd_balance_routing_ids_(Tensor(a0!) topk_ids, SymInt num_experts, "
+        "bool force_balance) -> ()"
+    )
+    ids = skewed(16, 2, torch.int32)
+    balance_routing_ids_(ids, 8)
+    assert torch.equal(ids, skewed(16, 2, torch.int32))
+
+
+@pytest.mark.usefixtures("process")
+def test_one_stack_a_process() -> None:
+    stack = RoutingRuntime("forward context", lambda: True, TokenHolders)
+    register_routing_op(stack)
+    with pytest.raises(RoutingOpError, match=r"the forward context .*the context variable"):
+        register_routing_op(script_runtime())
+    register_routing_op()  # whatever is in force
+    ids = skewed(16, 2, torch.int32)
+    balance_routing_ids_(ids, 8)
+    assert counts_of_experts(ids.numpy(), 8) == [4] * 8
+
+
+@pytest.mark.usefixtures("process")
+def test_an_engine_after_another_brings_its_own_ranks() -> None:
+    """One token with one expert, on the second rank of two that hold tokens: half a cycle on."""
+    for holders, expected in ((TokenHolders(0, 2), 0), (TokenHolders(1, 2), 4)):
+        register_routing_op(script_runtime(holders))
+        ids = torch.full((1, 1), 7, dtype=torch.int32)
+        balance_routing_ids_(ids, 8, force_balance=True)
+        assert ids.item() == expected
+
+
+@pytest.mark.usefixtures("process")
+def test_a_failed_registration_can_be_done_again() -> None:
+    def registrar(definition: OpDefinition, library: torch.library.Library) -> None:
+        library.define(definition.schema.removeprefix("vllm::"))
+        raise OSError("no such place")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="no such place"):
+            register_routing_op(registrar=registrar)
+        assert not ROUTING_OP.is_registered
+        with pytest.raises(RoutingOpError, match="not registered"):
+            balance_routing_ids_(skewed(1, 1, torch.int32), 8)
+    register_routing_op()
+    balance_routing_ids_(skewed(1, 1, torch.int32), 8)
+
+
+@pytest.mark.usefixtures("process")
+def test_another_version_of_the_operator_is_not_bound_to() -> None:
+    foreign = register(replace(ROUTING_OP, mutates=()))
+    with pytest.raises(RoutingOpError, match="Two versions of it are loaded"):
+        register_routing_op()
+    assert routing._process.runtime is None
+    take_down(foreign)
+    register_routing_op()
+
+
+@pytest.mark.usefixtures("process")
+def test_one_that_is_registered_elsewhere_is_used() -> None:
+    foreign = register(ROUTING_OP)
+
+    def registrar(definition: OpDefinition, library: torch.library.Library) -> None:
+        raise AssertionError("called for an operator that is there")
+
+    checked: Registrar = registrar
+    register_routing_op(registrar=checked)
+    ids = skewed(16, 2, torch.int32)
+    balance_routing_ids_(ids, 8, force_balance=True)
+    assert counts_of_experts(ids.numpy(), 8) == [4] * 8
+    take_down(foreign)
+
+
+def test_a_bound_runtime_is_undone_after_an_error(process: None) -> None:
+    outer = script_runtime()
+    with bound_runtime(outer):
+        with pytest.raises(ZeroDivisionError), bound_runtime(script_runtime()):
+            1 / 0  # noqa: B018
+        assert routing._process.runtime is outer
+    assert routing._process.runtime is None
