@@ -21,15 +21,17 @@
     ├── LayoutError (ValueError)          a plan and the ranks' token layout do not fit
     ├── AgreementError                    ranks did not come to one decision
     │   ├── PlanDisagreement
+    │   ├── PlacementDisagreement
     │   └── SilentRanks
     ├── RoutingError (ValueError)         expert ids or weights that cannot be used
-    │   └── RoutingOpError                the routing operator cannot be registered or run
+    │   ├── RoutingOpError                the routing operator cannot be registered or run
+    │   └── RoutingPayloadError           routing that cannot travel, or did not arrive whole
     ├── StateRestoreError                 mutable state could not be put back
     ├── UpstreamDrift                     the installed vLLM is not what was pinned
     └── UnsupportedSetup                  refused at start-up, one class a reason
         ├── PrefillContextParallel      ├── EncoderDecoder
         ├── DecodeContextParallel       ├── AttentionBackendUnsupported
-        ├── SpeculativeDecoding         ├── AttentionSideGate
+        ├── SpeculativeDecoding         ├── GateWithoutConnector
         ├── CapturedGraph               ├── TensorParallel
         ├── CompiledModel               ├── DataParallel
         ├── NativeDualBatchOverlap      ├── PipelineParallel
@@ -38,7 +40,11 @@
         ├── KVConnector                 ├── ExpertLoadBalancing
         ├── SharedKVFastPrefill         ├── PoolingRunner
         ├── RecurrentState              ├── UncoveredOption
-        ├── UnknownProfileFlag
+        ├── UnknownProfileFlag          ├── QuantizedTransport
+        ├── ConnectorUbatching          ├── ConnectorTensorParallel
+        ├── ConnectorCompiled           ├── ConnectorSpeculativeDecoding
+        ├── FusedCommunication          ├── BalancedRoutingOffPath
+        ├── UncoveredWithConnector
         └── ContextNeedsChunkedPrefill
 """
 
@@ -127,6 +133,14 @@ class PlanDisagreement(AgreementError):
         self.decisions = decisions
 
 
+class PlacementDisagreement(AgreementError):
+    """Ranks differ in where experts are chosen.  ``placements``: what each rank is told."""
+
+    def __init__(self, message: str, placements: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.placements = placements
+
+
 class SilentRanks(AgreementError):
     """Ranks did not answer in time.  ``silent``: which; empty where that cannot be known."""
 
@@ -143,6 +157,10 @@ class RoutingOpError(RoutingError):
     """The routing operator cannot be registered, or is called where it cannot work."""
 
 
+class RoutingPayloadError(RoutingError):
+    """A routing payload has a wrong shape, dtype, layout or device, or its bytes are not whole."""
+
+
 class StateRestoreError(AfdError):
     """A piece of mutable state could not be put back after a stage."""
 
@@ -154,9 +172,11 @@ class UpstreamDrift(AfdError):
 class UnsupportedSetup(AfdError):
     """A configuration that is not known to be right, refused before anything is created.
 
-    Subclasses name the ``setting``, what is ``allowed`` and the ``remedy``.
+    Subclasses name the ``feature`` that refuses, the ``setting``, what is ``allowed`` and the
+    ``remedy``.
     """
 
+    feature = "a two-stage prefill split"
     setting = "configuration"
     allowed = "a supported one"
     remedy = "Change the configuration."
@@ -164,7 +184,7 @@ class UnsupportedSetup(AfdError):
     def __init__(self, value: object) -> None:
         self.value = value
         super().__init__(
-            f"{self.setting} is {value!r}, which a two-stage prefill split does not support; "
+            f"{self.setting} is {value!r}, which {self.feature} does not support; "
             f"allowed: {self.allowed}. {self.remedy}"
         )
 
@@ -339,14 +359,6 @@ class RecurrentState(UnsupportedSetup):
     remedy = f"Serve a model with attention layers only. {_OFF}"
 
 
-class AttentionSideGate(UnsupportedSetup):
-    """Routing on the attention side has no transport yet."""
-
-    setting = "compute_gate_on_attention"
-    allowed = "False"
-    remedy = "Set additional_config['afd']['compute_gate_on_attention'] to false."
-
-
 class UncoveredOption(UnsupportedSetup):
     """Options of the engine that change how a step is computed, and that no gate covers."""
 
@@ -375,3 +387,91 @@ class UnknownProfileFlag(UnsupportedSetup):
     setting = "the platform"
     allowed = "'cpu' (vLLM 0.32.0) or 'npu' (vLLM-Ascend 0.23.0.post1)"
     remedy = "Use vLLM's own worker there."
+
+
+_CONNECTOR = "a connector to the experts"
+_WHOLE = 'Or leave the layers whole: additional_config={"afd": {"connector": "none"}}.'
+
+
+class GateWithoutConnector(UnsupportedSetup):
+    """Routing on the attention side has to travel to the experts."""
+
+    feature = "connector 'none'"
+    setting = "compute_gate_on_attention"
+    allowed = "False, or a connector"
+    remedy = 'Set additional_config={"afd": {"connector": "loopback"}} too, or leave the gate off.'
+
+
+class QuantizedTransport(UnsupportedSetup):
+    """Scales of quantized activations would have to travel beside the routing."""
+
+    feature = _CONNECTOR
+    setting = "model_config.quantization"
+    allowed = "None"
+    remedy = f"Serve the model unquantized. {_WHOLE}"
+
+
+class ConnectorUbatching(UnsupportedSetup):
+    """The connector is synchronous: a stage would wait for the experts instead of overlapping."""
+
+    feature = "a synchronous connector"
+    setting = "async_moe_ubatching"
+    allowed = "False"
+    remedy = f"Set async_moe_ubatching to false. {_WHOLE}"
+
+
+class ConnectorTensorParallel(UnsupportedSetup):
+    """Ranks of one group hold the same tokens; who sends which is not decided yet."""
+
+    feature = _CONNECTOR
+    setting = "tensor_parallel_size"
+    allowed = "1"
+    remedy = f"Set --tensor-parallel-size 1. {_WHOLE}"
+
+
+class ConnectorSpeculativeDecoding(UnsupportedSetup):
+    """The draft model's experts would be reached through the same layers' names."""
+
+    feature = _CONNECTOR
+    setting = "speculative_config.method"
+    allowed = "None (no speculative decoding)"
+    remedy = f"Remove --speculative-config. {_WHOLE}"
+
+
+class ConnectorCompiled(UnsupportedSetup):
+    """Compiled or captured, a layer's call of the connector would be traced away or frozen."""
+
+    feature = _CONNECTOR
+    setting = "compilation_config.mode / cudagraph_mode"
+    allowed = "NONE / NONE"
+    remedy = f"Set --enforce-eager. {_WHOLE}"
+
+
+class FusedCommunication(UnsupportedSetup):
+    """A fused operator dispatches, computes and combines at once, by weights of its own format."""
+
+    feature = _CONNECTOR
+    setting = "experts' communication"
+    allowed = "ALLGATHER, ALLTOALL or MC2"
+    remedy = f"Set additional_config={{'enable_fused_mc2': 0}}. {_WHOLE}"
+
+
+class BalancedRoutingOffPath(UnsupportedSetup):
+    """vLLM-Ascend's own layers do not call the routing operator; nothing would be balanced."""
+
+    feature = "vLLM-Ascend without the gate on the attention side"
+    setting = "force_balanced_routing"
+    allowed = "False"
+    remedy = (
+        'Set additional_config={"afd": {"connector": "loopback", "compute_gate_on_attention": '
+        "true}} too, or leave force_balanced_routing off."
+    )
+
+
+class UncoveredWithConnector(UnsupportedSetup):
+    """Ways of spreading or changing the experts' work that no gate covers with a connector."""
+
+    feature = _CONNECTOR
+    setting = "the engine's set of settings that no gate covers"
+    allowed = "none of them on"
+    remedy = f"Turn them off. {_WHOLE}"

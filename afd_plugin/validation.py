@@ -40,6 +40,9 @@ class Setup:
     gates cover.  ``chunked_prefill``: whether the scheduler may give a request's prompt in chunks.
     ``sharded_tokens``: tokens are sharded over the TP ranks (FlashComm1).
     ``uncovered_options``: options of the engine that are on and that no gate covers.
+    ``quantization``: the model's own scheme.  ``fused_communication``: experts' communication and
+    computation are one operator.  ``routes_through_op``: the engine's own layers call the
+    routing operator.
     """
 
     prefill_context_parallel_size: int
@@ -66,6 +69,9 @@ class Setup:
     sharded_tokens: bool = False
     chunked_prefill: bool = True
     uncovered_options: tuple[str, ...] = ()
+    quantization: str | None = None
+    fused_communication: bool = False
+    routes_through_op: bool = True
 
     @property
     def topology(self) -> Topology:
@@ -120,9 +126,28 @@ def _drops_context(setup: Setup) -> bool:
     return MLA_BUILDER in setup.attention_backends and not setup.chunked_prefill
 
 
+def _uncovered(setup: Setup) -> tuple[str, ...]:
+    """Settings that change who computes which experts, and that no gate covers beside a connector.
+
+    Tensor parallelism, speculation and compilation have refusals of their own.
+    """
+    on = {
+        "prefill_context_parallel_size": setup.prefill_context_parallel_size != 1,
+        "decode_context_parallel_size": setup.decode_context_parallel_size != 1,
+        "pipeline_parallel_size": setup.pipeline_parallel_size != 1,
+        "data_parallel_size": _unproved("data", setup.data_parallel_size, setup) != 1,
+        "use_sequence_parallel_moe": setup.sequence_parallel_moe,
+        "enable_flashcomm1": setup.sharded_tokens,
+        "enable_dbo": setup.native_dbo,
+        "use_v2_model_runner": setup.model_runner_v2,
+        "lora_config": setup.lora,
+        "enable_eplb": setup.expert_load_balancing,
+    }
+    return (*(name for name, is_on in on.items() if is_on), *setup.uncovered_options)
+
+
 # In the order in which they are judged.
 _EVERY_SPLIT = (
-    _Check(e.AttentionSideGate, lambda s, c: c.compute_gate_on_attention, _off),
     _Check(e.PrefillContextParallel, _size("prefill_context_parallel_size"), _one),
     _Check(e.DecodeContextParallel, _size("decode_context_parallel_size"), _one),
     _Check(e.SpeculativeDecoding, lambda s, c: s.speculative_method, _off),
@@ -143,6 +168,41 @@ _EVERY_SPLIT = (
     _Check(e.ExpertLoadBalancing, lambda s, c: s.expert_load_balancing, _off),
     _Check(e.SharedKVFastPrefill, lambda s, c: s.kv_sharing_fast_prefill, _off),
     _Check(e.UncoveredOption, lambda s, c: s.uncovered_options, lambda v: v == ()),
+)
+# Whether or not steps are split.
+_ALWAYS = (
+    _Check(
+        e.GateWithoutConnector,
+        lambda s, c: c.compute_gate_on_attention and c.connector == "none",
+        _off,
+    ),
+    _Check(
+        e.BalancedRoutingOffPath,
+        lambda s, c: (
+            c.force_balanced_routing
+            and not s.routes_through_op
+            and not (c.compute_gate_on_attention and c.connector != "none")
+        ),
+        _off,
+    ),
+)
+# Only where experts are reached through a connector.
+_CONNECTOR = (
+    _Check(e.ConnectorUbatching, lambda s, c: c.async_moe_ubatching, _off),
+    _Check(e.QuantizedTransport, lambda s, c: s.quantization, _off),
+    _Check(e.ConnectorTensorParallel, lambda s, c: s.tensor_parallel_size, _one),
+    _Check(e.ConnectorSpeculativeDecoding, lambda s, c: s.speculative_method, _off),
+    _Check(
+        e.ConnectorCompiled,
+        lambda s, c: f"{s.compilation_mode} / {s.cudagraph_mode}",
+        lambda v: v == "NONE / NONE",
+    ),
+    _Check(
+        e.FusedCommunication,
+        lambda s, c: "FUSED_MC2" if s.fused_communication else None,
+        _off,
+    ),
+    _Check(e.UncoveredWithConnector, lambda s, c: _uncovered(s), lambda v: v == ()),
 )
 # Only a cut inside a request makes a piece that starts with context.
 _TOKEN_SPLIT = (
@@ -166,19 +226,22 @@ def validate(setup: Setup, config: AFDConfig) -> None:
     """Refuse a split that is not known to be right in ``setup``.
 
     Raises the first refusal, a subclass of :class:`UnsupportedSetup`; further ones are noted
-    on it.  With the split off there is nothing to refuse but an attention-side gate.  Warns
-    with :class:`RequestSplitWarning` where ``token`` would be supported too.
+    on it.  With the split off and no connector there is next to nothing to refuse.  Warns with
+    :class:`RequestSplitWarning` where ``token`` would be supported too.
     """
-    if not config.async_moe_ubatching:
-        if config.compute_gate_on_attention:
-            raise e.AttentionSideGate(config.compute_gate_on_attention)
-        return
     by_token = config.async_moe_split == "token"
-    found = _refusals(_EVERY_SPLIT + (_TOKEN_SPLIT if by_token else ()), setup, config)
+    checks: tuple[_Check, ...] = _ALWAYS
+    if config.connector != "none":
+        checks += _CONNECTOR
+    if config.async_moe_ubatching:
+        checks += _EVERY_SPLIT + (_TOKEN_SPLIT if by_token else ())
+    found = _refusals(checks, setup, config)
     if found:
         for other in found[1:]:
             found[0].add_note(f"also: {other}")
         raise found[0]
+    if not config.async_moe_ubatching:
+        return
     if not by_token and not _refusals(_TOKEN_SPLIT, setup, config):
         warnings.warn(
             "async_moe_split is 'request', which leaves stages as uneven as the requests are; "

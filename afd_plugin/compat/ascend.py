@@ -101,5 +101,7 @@ def read_setup(vllm_config: VllmConfig) -> Setup:
         proved_parallel=("tensor",) if ascend.enable_flashcomm1 else ("tensor", "data"),
         sharded_tokens=bool(ascend.enable_flashcomm1),
         chunked_prefill=bool(vllm_config.scheduler_config.enable_chunked_prefill),
+        fused_communication=bool(ascend.enable_fused_mc2),
+        routes_through_op=False,
         uncovered_options=tuple(name for name, on in _UNCOVERED.items() if on(ascend)),
     )

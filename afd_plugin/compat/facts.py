@@ -34,5 +34,6 @@ def shared_facts(vllm_config: VllmConfig) -> dict[str, Any]:
         "lora": vllm_config.lora_config is not None,
         "kv_connector": None if transfer is None else str(transfer.kv_connector),
         "expert_load_balancing": parallel.enable_eplb,
+        "quantization": None if model.quantization is None else str(model.quantization),
         "kv_sharing_fast_prefill": vllm_config.cache_config.kv_sharing_fast_prefill,
     }

@@ -12,6 +12,9 @@ _RUNNER = "vllm_ascend.worker.model_runner_v1:NPUModelRunner"
 _WORKER = "vllm_ascend.worker.worker:NPUWorker"
 _GROUP = "vllm.v1.worker.utils:AttentionGroup"
 _CONTEXT = "vllm_ascend.ascend_forward_context"
+_MOE = "vllm_ascend.ops.fused_moe"
+_FUSED_MOE = f"{_MOE}.fused_moe:AscendFusedMoE"
+_COMM = f"{_MOE}.moe_comm_method:MoECommMethod"
 _ROTARY = "vllm_ascend.ops.rotary_embedding"
 _BUILD = ("self", "common_prefix_len", "common_attn_metadata", "fast_build")
 
@@ -44,6 +47,7 @@ CONTRACT = Contract(
             "inputs_embeds",
             "model_kwargs",
         ),
+        f"{_RUNNER}.load_model": ("self",),
         f"{_RUNNER}.initialize_attn_backend": ("self", "kv_cache_config"),
         f"{_RUNNER}._sync_metadata_across_dp": (
             "self",
@@ -92,6 +96,50 @@ CONTRACT = Contract(
             "eplb_heat_collection_status",
         ),
         f"{_ROTARY}:update_cos_sin": ("positions",),
+        f"{_CONTEXT}:select_moe_comm_method": ("num_tokens", "vllm_config", "is_draft_model"),
+        f"{_FUSED_MOE}.forward_impl": (
+            "self",
+            "hidden_states",
+            "router_logits",
+            "return_with_event",
+        ),
+        f"{_FUSED_MOE}.shared_forward_impl": ("self", "hidden_states", "router_logits"),
+        f"{_FUSED_MOE}._forward_shared_experts": ("self", "hidden_states", "fused_moe_evts"),
+        f"{_MOE}.fused_moe:select_experts": (
+            "hidden_states",
+            "router_logits",
+            "top_k",
+            "use_grouped_topk",
+            "renormalize",
+            "topk_group",
+            "num_expert_group",
+            "custom_routing_function",
+            "scoring_func",
+            "routed_scaling_factor",
+            "e_score_correction_bias",
+            "indices_type",
+            "mix_placement",
+            "num_logical_experts",
+            "num_shared_experts",
+            "num_experts",
+            "input_ids",
+            "tid2eid",
+        ),
+        f"{_COMM}.prepare": (
+            "self",
+            "hidden_states",
+            "router_logits",
+            "enable_shared_expert_dp",
+            "replace_allreduce",
+            "quant_type",
+        ),
+        f"{_COMM}.fused_experts": ("self", "fused_experts_input"),
+        f"{_COMM}.finalize": (
+            "self",
+            "hidden_states",
+            "reduce_results",
+            "padded_hidden_states_shape",
+        ),
     },
     fields={
         "vllm.forward_context:ForwardContext": (
@@ -109,13 +157,14 @@ CONTRACT = Contract(
         )
     },
     members={
+        f"{_CONTEXT}:MoECommType": ("ALLGATHER", "MC2", "ALLTOALL", "FUSED_MC2"),
         "vllm_ascend.attention.attention_v1:AscendAttentionState": (
             "PrefillNoCache",
             "PrefillCacheHit",
             "DecodeOnly",
             "ChunkedPrefill",
             "SpecDecoding",
-        )
+        ),
     },
     names=(
         *(
@@ -123,6 +172,8 @@ CONTRACT = Contract(
             for name in ("_cos", "_sin", "_cos_slice", "_sin_slice", "_cos_mla", "_sin_mla")
         ),
         f"{_CONTEXT}:_reserved_mc2_mask",
+        f"{_MOE}.moe_comm_method:get_moe_comm_method",
+        f"{_MOE}.moe_runtime_args:build_fused_experts_input",
         "vllm_ascend.worker.worker:NPUModelRunner",
     ),
     metadata=(

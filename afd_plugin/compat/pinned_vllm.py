@@ -8,6 +8,8 @@ from afd_plugin.compat.known import PINNED_VLLM
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 _ROUTER = "vllm.model_executor.layers.fused_moe.router.base_router:BaseRouter"
+_MOE = "vllm.model_executor.layers.fused_moe"
+_MOE_RUNNER = f"{_MOE}.runner.moe_runner:MoERunner"
 _GROUP = "vllm.v1.worker.utils:AttentionGroup"
 
 CONTRACT = Contract(
@@ -64,6 +66,30 @@ CONTRACT = Contract(
             "load_dummy_weights",
         ),
         f"{_ROUTER}.set_capture_fn": ("self", "capture_fn"),
+        f"{_MOE_RUNNER}._apply_quant_method": (
+            "self",
+            "hidden_states",
+            "router_logits",
+            "shared_experts_input",
+            "input_ids",
+            "shared_experts_overlapping",
+        ),
+        f"{_MOE_RUNNER}._maybe_apply_shared_experts": ("self", "shared_experts_input", "order"),
+        f"{_MOE}.routed_experts:RoutedExperts.forward_modular": (
+            "self",
+            "x",
+            "topk_weights",
+            "topk_ids",
+            "shared_experts",
+            "shared_experts_input",
+        ),
+        f"{_MOE}.router.fused_moe_router:FusedMoERouter.select_experts": (
+            "self",
+            "hidden_states",
+            "router_logits",
+            "topk_indices_dtype",
+            "input_ids",
+        ),
         "vllm.utils.torch_utils:direct_register_custom_op": REGISTER_OP,
         f"{_WORKER}.init_device": ("self",),
         f"{_WORKER}.__init__": (

@@ -14,6 +14,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from afd_plugin import routing
+from afd_plugin.compat import vllm_experts
 from afd_plugin.compat.routing import register_for, route_through_op
 from afd_plugin.compat.stages import StageBuilders
 from afd_plugin.compat.vllm import read_setup
@@ -30,13 +31,15 @@ class AFDCPUModelRunner(TwoStageRunnerMixin, CPUModelRunner):  # type: ignore[mi
     """The CPU model runner, able to run a step as two stages."""
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
-        """Every layer's expert ids pass through the routing operator."""
+        """Every layer's expert ids pass through the routing operator, then over the connector."""
         super().load_model(load_dummy_weights)
         layers = self.compilation_config.static_forward_context.values()
         route_through_op(
             (layer.router for layer in layers if isinstance(layer, MoERunner)),
             self.afd_config.force_balanced_routing,
         )
+        if self.afd_config.connector != "none":
+            self.afd_connect(vllm_experts.backends_of(layers), vllm_experts.remote)
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
         """The routing operator is told; vLLM has no flag of its own."""

@@ -21,6 +21,7 @@ from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 from vllm_ascend.worker.worker import NPUWorker
 
 from afd_plugin.agreement import AgreementGroup, agree_on_plan, agree_on_split, withdraw
+from afd_plugin.compat import ascend_experts
 from afd_plugin.compat.ascend import builder_path, check_drift, read_setup
 from afd_plugin.compat.ascend_stages import AscendStageBuilders, StageCaches, stage_scopes
 from afd_plugin.compat.routing import register_for
@@ -29,6 +30,7 @@ from afd_plugin.context import AttributeSlot, replaced
 from afd_plugin.decision import StepDecision, decide_step
 from afd_plugin.layout import Layout
 from afd_plugin.plan import SplitPlan
+from afd_plugin.remote_experts import agree_on_placement
 from afd_plugin.topology import Topology
 from afd_plugin.validation import validate_backends
 from afd_plugin.workers.runner import TwoStageRunnerMixin
@@ -46,6 +48,18 @@ class AFDNPUModelRunner(TwoStageRunnerMixin, NPUModelRunner):  # type: ignore[mi
         self._afd_caches = StageCaches()
         self._afd_tp = _agreement("tp", get_tp_group())
         self._afd_dp = _agreement("dp", get_dp_group())
+        for group in (self._afd_tp, self._afd_dp):
+            if group is not None:
+                agree_on_placement(group, config)
+
+    def load_model(self) -> None:
+        """Where there is a connector, the experts of every layer are reached through it."""
+        super().load_model()
+        if self.afd_config.connector != "none":
+            layers = self.compilation_config.static_forward_context.values()
+            force = self.afd_config.force_balanced_routing
+            backends = ascend_experts.backends_of(layers, force_balance=force)
+            self.afd_connect(backends, ascend_experts.remote)
 
     def _afd_backend_name(self, group: AttentionGroup) -> str:
         return builder_path(group.backend)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,12 @@ from afd_plugin import context, pipeline
 from afd_plugin.batch import ScheduledBatch
 from afd_plugin.compat.stages import StageBuilders, StagePair, stage_builders
 from afd_plugin.config import AFDConfig
+from afd_plugin.connectors.base import Connector
 from afd_plugin.context import AttributeSlot
 from afd_plugin.decision import KVGroup, StepDecision
 from afd_plugin.errors import StageTensorError
 from afd_plugin.plan import SplitPlan
+from afd_plugin.remote_experts import AttentionSide, ExpertsBackend, connect, make_connector
 from afd_plugin.routing import routing_calls
 from afd_plugin.stage_inputs import StageInputs
 from afd_plugin.topology import Topology
@@ -53,6 +55,29 @@ class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
         self.afd_topology = topology
         self._afd_step: _Step | None = None
         self._afd_evidence: deque[dict[str, Any]] = deque(maxlen=EVIDENCE_STEPS)
+        self._afd_connector: Connector | None = None
+        self._afd_native = ExitStack()  # closing it leaves the layers as they were loaded
+
+    def afd_connect(
+        self,
+        backends: Sequence[ExpertsBackend],
+        install: Callable[[list[AttentionSide]], AbstractContextManager[None]],
+    ) -> None:
+        """Reach the experts of the loaded model through the configured connector, if there is one.
+
+        ``install``: puts attention's sides of the layers into the model until it is left.
+        """
+        self.afd_disconnect()
+        connector = make_connector(self.afd_config)
+        if connector is not None:
+            sides = connect(backends, connector, self.afd_config)
+            self._afd_native.enter_context(install(sides))
+            self._afd_connector = connector
+
+    def afd_disconnect(self) -> None:
+        """The layers compute natively again; nothing to do where they do."""
+        self._afd_native.close()
+        self._afd_connector = None
 
     def afd_take_evidence(self) -> list[dict[str, Any]]:
         """Evidence of the last steps since the previous call, at most ``EVIDENCE_STEPS``."""
@@ -74,6 +99,8 @@ class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
         step = _Step()
         completed = False
         earlier = routing_calls()
+        connector = self._afd_connector
+        travelled = None if connector is None else connector.counts
         with context.replaced(AttributeSlot(self, "_afd_step"), step):
             try:
                 output = super().execute_model(scheduler_output, intermediate_tensors)
@@ -87,7 +114,10 @@ class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
                         balanced_routing=calls.balanced,
                         natural_routing=calls.natural,
                     )
-                    self._afd_evidence.append(evidence.as_dict())
+                    record = evidence.as_dict()
+                    if connector is not None and travelled is not None:
+                        record["transfer"] = asdict(connector.counts.since(travelled))
+                    self._afd_evidence.append(record)
         return output
 
     def _afd_batch(self, num_reqs: int, num_input_tokens: int | None = None) -> ScheduledBatch:

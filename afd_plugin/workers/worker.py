@@ -37,13 +37,13 @@ class TwoStageWorkerMixin:
         """Start the runner that ``init_device`` built."""
         if self._afd_splits():
             self.model_runner.afd_start(self._afd_config, self._afd_setup.topology)
-        elif self._afd_config.async_moe_ubatching:
+        elif self._afd_config.async_moe_ubatching or self._afd_config.connector != "none":
             raise UpstreamDrift(
                 f"{type(self).__qualname__}.init_device built a "
                 f"{type(self.model_runner).__qualname__}, not an "
-                f"{self.afd_runner_class.__qualname__}, which alone can split. Install a pinned "
-                "vLLM, or turn the split off: "
-                'additional_config={"afd": {"async_moe_ubatching": false}}.'
+                f"{self.afd_runner_class.__qualname__}, which alone can split a step or reach "
+                "experts over a connector. Install a pinned vLLM, or turn both off: "
+                'additional_config={"afd": {"async_moe_ubatching": false, "connector": "none"}}.'
             )
 
     def _afd_splits(self) -> bool:

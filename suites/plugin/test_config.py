@@ -27,6 +27,8 @@ DEFAULTS = {
     "async_moe_token_alignment": 1,
     "async_moe_min_tokens": 2,
     "compute_gate_on_attention": False,
+    "connector": "none",
+    "force_balanced_routing": False,
 }
 
 
@@ -53,6 +55,8 @@ def test_additional_config_without_options(config: Any) -> None:
         ("async_moe_token_alignment", 7),
         ("async_moe_min_tokens", 2**31 - 1),
         ("compute_gate_on_attention", True),
+        ("connector", "loopback"),
+        ("force_balanced_routing", True),
     ],
 )
 def test_allowed_values(name: str, value: Any) -> None:
@@ -94,6 +98,8 @@ def test_wrong_type_everywhere(name: str, value: Any) -> None:
         ("async_moe_token_alignment", 8.0),
         ("async_moe_min_tokens", False),
         ("compute_gate_on_attention", 0),
+        ("connector", False),
+        ("force_balanced_routing", "yes"),
     ],
 )
 def test_nearly_the_right_type(name: str, value: Any) -> None:
@@ -104,6 +110,8 @@ def test_nearly_the_right_type(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
+        ("connector", "ethernet", "'none' or 'loopback'"),
+        ("connector", "", "'none' or 'loopback'"),
         ("async_moe_num_ubatches", 1, "2 (exactly two stages)"),
         ("async_moe_num_ubatches", 0, "2 (exactly two stages)"),
         ("async_moe_num_ubatches", 3, "2 (exactly two stages)"),

@@ -66,6 +66,18 @@ FACTS: list[tuple[type[UnsupportedSetup], str, Any]] = [
     (errors.UncoveredOption, "uncovered_options", ("layer_sharding",)),
     (errors.UncoveredOption, "uncovered_options", ("xlite_graph_config", "enable_kv_nz")),
 ]
+# Refusals of where experts are chosen and how they are reached.
+CONNECTOR = {
+    errors.GateWithoutConnector,
+    errors.QuantizedTransport,
+    errors.ConnectorUbatching,
+    errors.ConnectorTensorParallel,
+    errors.ConnectorSpeculativeDecoding,
+    errors.ConnectorCompiled,
+    errors.FusedCommunication,
+    errors.BalancedRoutingOffPath,
+    errors.UncoveredWithConnector,
+}
 ASCEND = "vllm_ascend.attention.attention_v1.AscendAttentionMetadataBuilder"
 ASCEND_MLA = "vllm_ascend.attention.mla_v1.AscendMLAMetadataBuilder"
 BACKENDS: list[tuple[str, ...]] = [
@@ -149,17 +161,91 @@ def test_supported_backends(backends: Any) -> None:
     assert '"async_moe_split": "token"' in str(caught[0].message)
 
 
-def test_a_gate_on_the_attention_side() -> None:
-    for on in (True, False):
-        for split in ("token", "request"):
-            config = AFDConfig(
-                async_moe_ubatching=on,
-                async_moe_split=split,  # type: ignore[arg-type]
-                compute_gate_on_attention=True,
-            )
-            error = refusal(GOOD, config)
-            assert type(error) is errors.AttentionSideGate
-            helpful(error, True)
+@pytest.mark.parametrize("on", [True, False], ids=["split", "whole"])
+def test_a_gate_on_the_attention_side_without_a_connector(on: bool) -> None:
+    error = refusal(GOOD, AFDConfig(async_moe_ubatching=on, compute_gate_on_attention=True))
+    assert type(error) is errors.GateWithoutConnector
+    helpful(error, True)
+
+
+@pytest.mark.parametrize("gate_here", [True, False], ids=["attention", "experts"])
+@pytest.mark.parametrize(
+    ("kind", "fact", "value"),
+    [
+        (errors.QuantizedTransport, {"quantization": "fp8"}, "fp8"),
+        (errors.ConnectorTensorParallel, {"tensor_parallel_size": 2}, 2),
+        (errors.ConnectorSpeculativeDecoding, {"speculative_method": "eagle"}, "eagle"),
+        (errors.ConnectorCompiled, {"compilation_mode": "VLLM_COMPILE"}, "VLLM_COMPILE / NONE"),
+        (errors.ConnectorCompiled, {"cudagraph_mode": "FULL"}, "NONE / FULL"),
+        (errors.FusedCommunication, {"fused_communication": True}, "FUSED_MC2"),
+        (
+            errors.UncoveredWithConnector,
+            {"prefill_context_parallel_size": 2},
+            ("prefill_context_parallel_size",),
+        ),
+        (
+            errors.UncoveredWithConnector,
+            {"decode_context_parallel_size": 2},
+            ("decode_context_parallel_size",),
+        ),
+        (
+            errors.UncoveredWithConnector,
+            {"pipeline_parallel_size": 2},
+            ("pipeline_parallel_size",),
+        ),
+        (errors.UncoveredWithConnector, {"data_parallel_size": 2}, ("data_parallel_size",)),
+        (
+            errors.UncoveredWithConnector,
+            {"sequence_parallel_moe": True},
+            ("use_sequence_parallel_moe",),
+        ),
+        (errors.UncoveredWithConnector, {"sharded_tokens": True}, ("enable_flashcomm1",)),
+        (errors.UncoveredWithConnector, {"native_dbo": True}, ("enable_dbo",)),
+        (errors.UncoveredWithConnector, {"model_runner_v2": True}, ("use_v2_model_runner",)),
+        (errors.UncoveredWithConnector, {"lora": True}, ("lora_config",)),
+        (errors.UncoveredWithConnector, {"expert_load_balancing": True}, ("enable_eplb",)),
+        (errors.UncoveredWithConnector, {"uncovered_options": ("x", "y")}, ("x", "y")),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_refused_with_a_connector_only(
+    kind: type[UnsupportedSetup], fact: dict[str, Any], value: Any, gate_here: bool
+) -> None:
+    config = AFDConfig(connector="loopback", compute_gate_on_attention=gate_here)
+    quiet(GOOD, config)
+    error = refusal(with_(**fact), config)
+    assert type(error) is kind
+    helpful(error, value)
+    assert not hasattr(error, "__notes__")
+    quiet(with_(**fact), AFDConfig())
+
+
+def test_data_parallel_experts_over_a_connector_where_gates_cover_them() -> None:
+    quiet(with_(data_parallel_size=2, proved_parallel=("data",)), AFDConfig(connector="loopback"))
+
+
+def test_ubatching_with_the_synchronous_connector() -> None:
+    error = refusal(GOOD, AFDConfig(async_moe_ubatching=True, connector="loopback"))
+    assert type(error) is errors.ConnectorUbatching
+    helpful(error, True)
+
+
+def test_forced_balance_needs_layers_that_call_the_operator() -> None:
+    ascend = with_(routes_through_op=False)
+    forced = AFDConfig(force_balanced_routing=True)
+    quiet(GOOD, forced)
+    quiet(ascend, AFDConfig())
+    over = dataclasses.replace(forced, connector="loopback")
+    for config in (forced, over):
+        error = refusal(ascend, config)
+        assert type(error) is errors.BalancedRoutingOffPath
+        helpful(error, True)
+    quiet(ascend, dataclasses.replace(over, compute_gate_on_attention=True))
+
+
+def test_a_refusal_names_the_feature_that_refuses() -> None:
+    assert ", which a two-stage prefill split does not" in str(errors.TensorParallel(2))
+    assert ", which a connector to the experts does not" in str(errors.ConnectorTensorParallel(2))
 
 
 def test_no_known_backend_is_refused_too() -> None:
@@ -212,8 +298,9 @@ def test_tokens_that_are_sharded_over_the_ranks() -> None:
 def test_every_refusal_is_reached_above() -> None:
     reached = {kind for kind, _, _ in FACTS} | {
         errors.AttentionBackendUnsupported,
-        errors.AttentionSideGate,
         errors.ContextNeedsChunkedPrefill,
+        errors.UnknownProfileFlag,  # by the routing operator's runtime
+        *CONNECTOR,
     }
     assert reached == set(UnsupportedSetup.__subclasses__())
 
@@ -221,6 +308,7 @@ def test_every_refusal_is_reached_above() -> None:
 def test_every_fact_of_a_setup_is_judged() -> None:
     judged = {field for _, field, _ in FACTS}
     judged |= {"attention_backends", "chunked_prefill", "proved_parallel", "sharded_tokens"}
+    judged |= {"quantization", "fused_communication", "routes_through_op"}  # with a connector
     assert judged == {field.name for field in dataclasses.fields(Setup)}
 
 

@@ -1,0 +1,1 @@
+"""What carries activations and routing from attention to experts, and results back."""
