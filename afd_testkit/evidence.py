@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afd_testkit.device_evidence import DEVICE_COMMAND, distinct_facts, why_no_device
+from afd_testkit.forced_balance import why_not_natural
 from afd_testkit.own_code import Relation
 from afd_testkit.results import CheckResult
 from afd_testkit.results_folder import (
@@ -228,9 +229,9 @@ def _serialize(record: Mapping[str, Any]) -> bytes:
 def load_record(path: Path, *, device: bool = False) -> dict[str, Any]:
     """Read a record and check it: its schema, and that it does not contradict itself.
 
-    With ``device`` every check must have run on a real device; those that were skipped do not
-    count.  Raises :class:`RecordError` naming the file and the JSON path inside it, or what ran
-    elsewhere.
+    No check with forced expert ids may stand for a result (see ``forced_balance``).  With
+    ``device`` every check must have run on a real device; those that were skipped do not count.
+    Raises :class:`RecordError` naming the file and the JSON path inside it, or what ran elsewhere.
     """
     try:
         text = path.read_text("utf-8")
@@ -265,13 +266,15 @@ def _refuse_constant(name: str) -> None:
 
 
 def _contradiction(record: Mapping[str, Any]) -> str:
-    """Where commit, outcomes, emulation, summary and verdict contradict each other, if they do."""
+    """Where commit, outcomes, expert ids, emulation, summary and verdict contradict each other."""
     commit, checkout = record["source"]["commit"], record["code"]["checkout"]
     if (commit is None) != (checkout in (Relation.DIFFERS, Relation.NONE)):
         return f"at $.source.commit: {commit!r}, but $.code.checkout is {checkout!r}"
     for number, check in enumerate(record["checks"]):
         if check["outcome"] == "passed" and not all(c["ok"] for c in check["comparisons"]):
             return f"at $.checks[{number}].outcome: 'passed', but a comparison is not ok"
+    if forced := why_not_natural(record["checks"]):
+        return forced
     emulated = _emulated(record)
     if record["emulated_npu"] != emulated:
         return f"at $.emulated_npu: {record['emulated_npu']}, but the checks give {emulated}"

@@ -70,6 +70,7 @@ class VllmEngine:
         try:
             for rank, ranked in enumerate(self.rank_environments(config)):
                 log = new_log(cache_dir / "logs", self.name)
+                scratch = tempfile.mkdtemp(prefix="afd-vllm-")
                 of = f", data-parallel rank {rank}" if config.data_parallel > 1 else ""
                 self._say(f"{self.name}: {config.label()}{of} (log: {log})")
                 start = ChildStart(
@@ -80,12 +81,12 @@ class VllmEngine:
                         **environment,
                         **self.environment(config),
                         **ranked,
-                        "VLLM_CACHE_ROOT": str(cache_dir / "vllm"),
+                        **_caches(config, cache_dir, scratch),
                     },
                     engine_args=self.engine_args(config),
                     needs_amx=needs_amx and self.runs_on_cpu,
                     log_path=str(log),
-                    scratch=tempfile.mkdtemp(prefix="afd-vllm-"),
+                    scratch=scratch,
                     kv_cache_bytes=kv_cache_bytes,
                     threads=_threads(config),
                 )
@@ -344,6 +345,20 @@ def _threads(config: EngineConfig) -> int:
     from afd_testkit.models import RECIPES
 
     return 1 if config.model in RECIPES else min(8, len(os.sched_getaffinity(0)))
+
+
+def _caches(config: EngineConfig, cache_dir: Path, scratch: str) -> dict[str, str]:
+    """Where vLLM and the compiler keep what they make.
+
+    Compiled code goes with the engine: what another version made must never be found again.
+    """
+    if not config.compiled:
+        return {"VLLM_CACHE_ROOT": str(cache_dir / "vllm")}
+    return {
+        "VLLM_CACHE_ROOT": str(Path(scratch) / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(Path(scratch) / "inductor"),
+        "TRITON_CACHE_DIR": str(Path(scratch) / "triton"),
+    }
 
 
 def _silent(_message: str) -> None:

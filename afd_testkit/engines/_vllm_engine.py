@@ -10,13 +10,17 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 from afd_testkit.engines import _vllm_join
 from afd_testkit.engines._vllm_child import ChildStart, RunRequest
 from afd_testkit.engines._vllm_rank import CALL, EXTENSION
 from afd_testkit.engines.base import EngineError, Prompt, RunResult, SplitSetting
+
+if TYPE_CHECKING:
+    from afd_testkit.engines._vllm_compiled import GraphNotes
+    from afd_testkit.faults import Fault
 
 
 class ChildEngine:
@@ -36,9 +40,18 @@ class ChildEngine:
                 f"model {start.config.model} needs a CPU with AMX for its MLA kernels, and this "
                 "CPU has none; use model deepseek-v3 instead, or run on such a CPU"
             )
+        self._compiled: GraphNotes | None = None
+        if start.config.compiled:
+            from afd_testkit.engines._vllm_compiled import GraphNotes
+
+            self._compiled = GraphNotes()
+            self._compiled.install()
+        if start.config.start_fault is not None:
+            _inject_for_good(start.config.start_fault)
         progress("starting the engine")
         self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**_engine_args(start)))
         self._ranks = self._all("install", start.scratch, start.config)
+        self._facts = self._start_facts()
 
     def info(self) -> dict[str, Any]:
         """Facts that the parent keeps: versions, vocabulary, cache size, process ids."""
@@ -119,6 +132,8 @@ class ChildEngine:
             "step_seconds": seen.seconds,
             "poisoned_blocks": len(stale),
             **{name: sorted(ways) for name, ways in seen.ways.items()},
+            **self._facts,
+            **({} if self._compiled is None else self._compiled.facts()),
             **self._start.backend.facts,
         }
         return RunResult(requests=results, steps=tuple(seen.steps), seconds=seconds, facts=facts)
@@ -126,6 +141,15 @@ class ChildEngine:
     def _options(self, request: RunRequest) -> Mapping[str, Any]:
         """What the splitting worker is told for a run: how to split, and what never changes."""
         return {**_split_options(request.split), **dict(self._start.config.afd)}
+
+    def _start_facts(self) -> dict[str, Any]:
+        """Executions of the routing operator while the engine started, which profiles the model."""
+        if self._start.config.worker != "afd":
+            return {}
+        from afd_plugin.routing import routing_calls
+
+        calls = routing_calls()
+        return {"start_balanced_routing": calls.balanced, "start_natural_routing": calls.natural}
 
     def _is_free(self, block: int) -> bool:
         """Whether no request holds ``block`` and no prefix is cached in it."""
@@ -168,15 +192,39 @@ class ChildEngine:
         if name is None:
             yield
             return
-        from afd_testkit.faults import FAULTS
-
-        if name not in FAULTS:
-            raise EngineError(f"unknown fault {name!r}; known: {', '.join(sorted(FAULTS))}")
+        _known_fault(name)
         self._all("start_fault", name)
         try:
             yield
         finally:
             self._all("end_fault")
+
+
+def _known_fault(name: str) -> Fault:
+    """The fault of this name; :class:`EngineError` where there is none."""
+    from afd_testkit.faults import FAULTS
+
+    if name not in FAULTS:
+        raise EngineError(f"unknown fault {name!r}; known: {', '.join(sorted(FAULTS))}")
+    return FAULTS[name]
+
+
+# Faults that were injected for as long as this process lives; collected, they would be undone.
+_injected: list[AbstractContextManager[None]] = []
+
+
+def _inject_for_good(name: str) -> None:
+    """The fault ``name`` in this process from now on, before there is an engine to touch."""
+    from afd_testkit.faults import NoTarget
+
+    fault = _known_fault(name)
+    if not fault.at_start:
+        raise EngineError(
+            f"the fault {name!r} is one of single runs; give it to run(), not to the start"
+        )
+    injected = fault.inject(NoTarget())
+    injected.__enter__()
+    _injected.append(injected)
 
 
 def _split_options(split: SplitSetting) -> Mapping[str, Any]:
@@ -197,7 +245,7 @@ def _engine_args(start: ChildStart) -> dict[str, Any]:
         "model": start.model_path,
         "dtype": config.dtype,
         "seed": 0,
-        "enforce_eager": True,
+        "enforce_eager": not config.compiled,
         "skip_tokenizer_init": True,
         "async_scheduling": False,
         "disable_log_stats": True,

@@ -82,6 +82,8 @@ class EngineConfig(Topology):
     ``max_num_seqs``: most requests in one step.
     ``compiled``: the model runs through vLLM's own compile path instead of eagerly.
     ``afd``: further options of the splitting worker, as (name, value), fixed at its start.
+    ``start_fault``: an entry of ``afd_testkit.faults`` that is in force from before the start on,
+    as one in what is registered or compiled then must be.
     """
 
     model: str
@@ -95,6 +97,7 @@ class EngineConfig(Topology):
     max_num_seqs: int = 256
     compiled: bool = False
     afd: tuple[tuple[str, Any], ...] = ()
+    start_fault: str | None = None
 
     def label(self) -> str:
         """One short line for progress output and records."""
@@ -106,6 +109,7 @@ class EngineConfig(Topology):
             f"{self.worker} worker",
             *(f"{name} {value}" for name, value in self.afd),
             "compiled" if self.compiled else "",
+            f"fault {self.start_fault}" if self.start_fault else "",
         ]
         return ", ".join([*(part for part in parts if part), prefix, chunk])
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 
-from afd_testkit.faults import split
-from afd_testkit.faults.base import Fault, FaultTarget
+from afd_testkit.faults import routing, split
+from afd_testkit.faults.base import Fault, FaultTarget, NoTarget
 
-__all__ = ["CONTROL", "FAULTS", "Fault", "FaultTarget"]
+__all__ = ["CONTROL", "FAULTS", "Fault", "FaultTarget", "NoTarget"]
 
 # The control: an injection that changes nothing, under which every gate must stay green.
 CONTROL = "control"
@@ -18,5 +18,6 @@ FAULTS: Mapping[str, Fault] = {
     for fault in (
         Fault(CONTROL, "nothing is wrong", (), lambda target: nullcontext()),
         *split.FAULTS,
+        *routing.FAULTS,
     )
 }

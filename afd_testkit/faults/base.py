@@ -22,12 +22,29 @@ class FaultTarget(Protocol):
 
 @dataclass(frozen=True)
 class Fault:
-    """``what`` is wrong, which ``gates`` must show it, and how it is injected."""
+    """``what`` is wrong, which ``gates`` must show it, and how it is injected.
+
+    ``at_start``: it is in force from before an engine starts, since it lies in what is
+    registered or compiled there; injected later it would change nothing.
+    """
 
     name: str
     what: str
     gates: tuple[str, ...]
     inject: Callable[[FaultTarget], AbstractContextManager[None]]
+    at_start: bool = False
+
+
+class NoTarget:
+    """For faults that touch nothing of an engine, in a process without one or before its start."""
+
+    def decoder_layers(self) -> Sequence[Any]:
+        """None."""
+        return ()
+
+    def moe_routers(self) -> Sequence[Any]:
+        """None."""
+        return ()
 
 
 @contextmanager

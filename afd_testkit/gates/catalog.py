@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from afd_testkit.engines.base import ONE_PROCESS, Topology
-from afd_testkit.gates import chunked, prefix_hit, split, stability
+from afd_testkit.gates import chunked, prefix_hit, routing, split, stability
 from afd_testkit.gates.session import GateSession, Subject
 from afd_testkit.results import CheckResult
 
@@ -19,12 +19,20 @@ class Gate:
     """A gate's name, its cases and how one case is run on one subject.
 
     ``applies``: whether a subject can show what the gate is about; others have no such checks.
+    ``case_applies``: the same of a single case.
     """
 
     name: str
     cases: Callable[[GateSession], list[str]]
     run: Callable[[GateSession, Subject, str], Iterator[CheckResult]]
     applies: Callable[[Subject], bool] = lambda subject: True
+    case_applies: Callable[[Subject, str], bool] = lambda subject, case: True
+
+    def cases_of(self, session: GateSession, subject: Subject) -> list[str]:
+        """The cases that ``subject`` gets."""
+        if not self.applies(subject):
+            return []
+        return [case for case in self.cases(session) if self.case_applies(subject, case)]
 
 
 # In run order: gates that share engines follow each other.
@@ -35,6 +43,7 @@ GATES: Mapping[str, Gate] = {
         Gate(prefix_hit.NAME, prefix_hit.cases, prefix_hit.run),
         Gate(stability.NAME, stability.cases, stability.run),
         Gate(chunked.NAME, chunked.cases, chunked.run),
+        Gate(routing.NAME, routing.cases, routing.run, routing.applies, routing.case_applies),
     )
 }
 

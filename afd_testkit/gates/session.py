@@ -13,16 +13,19 @@ from afd_testkit.device_evidence import FACT
 from afd_testkit.engines.base import (
     BLOCK_SIZES,
     ONE_PROCESS,
+    SERVING,
     EngineConfig,
     EngineDied,
     EngineError,
     PrefillEngine,
     Prompt,
+    RoutingSetting,
     RunResult,
     SplitSetting,
     StepRecord,
     Topology,
 )
+from afd_testkit.forced_balance import BALANCED
 from afd_testkit.gates.compare import Noise, NotComparable, compare, profile
 from afd_testkit.gates.every_rank import RANK_DIFFERENCE, EveryRank
 from afd_testkit.gates.tolerances import tolerances
@@ -100,6 +103,7 @@ class GateSession:
     fault: str | None = None
     rounds: int = 10
     baselines: dict[tuple[Subject, str], Baseline] = field(default_factory=dict)
+    kept: dict[tuple[Subject, str], Any] = field(default_factory=dict)  # a gate's own, by its name
 
     def stock(self, subject: Subject) -> PrefillEngine:
         """The engine with its own worker: whole steps, no prefix cache."""
@@ -189,18 +193,34 @@ class Check:
     judging: bool = False  # set once the baseline stands: from then on an error is a failure
 
     def run(
-        self, engine: PrefillEngine, prompts: Sequence[Prompt], split: SplitSetting
+        self,
+        engine: PrefillEngine,
+        prompts: Sequence[Prompt],
+        split: SplitSetting,
+        routing: RoutingSetting = SERVING,
     ) -> RunResult:
         """Run under test, with the session's fault; what it returns must be whole.
 
         Every prompt is there with every position, and every step passed through the model as
-        often, and with as many rows, as the splitter says it did.
+        often, and with as many rows, as the splitter says it did.  Expert ids were the router's
+        own, unless ``routing`` asks for others.
         Raises :class:`Requirement`.
         """
-        result = engine.run(prompts, split=split, fault=self.session.fault)
+        # An engine that started with the fault is faulty by itself.
+        fault = None if engine.config.start_fault else self.session.fault
+        # Engines of other projects need not know of routing until it is asked for.
+        told = {} if routing == SERVING else {"routing": routing}
+        result = engine.run(prompts, split=split, fault=fault, **told)
         self.balance.extend(balances(result))
+        if forced := forced_balance(result):  # said before it is judged, so that no record hides it
+            self.facts[BALANCED] = self.facts.get(BALANCED, 0) + forced
         if FACT in result.facts:  # before the run is judged: it says what the judgement is worth
             self.facts[FACT] = result.facts[FACT]
+        self.need(
+            routing.profiling or not forced,
+            f"{forced} executions of the routing operator made the expert ids even, though the "
+            "model was not being profiled: these are not the model's own results",
+        )
         check_whole(result, prompts)
         check_passes(result)
         if RANK_DIFFERENCE in result.facts:
@@ -265,6 +285,11 @@ def check_passes(run: RunResult) -> None:
                 f"step {number} of {scheduled} tokens: the splitter says it ran passes of {said} "
                 f"rows, the model saw {step.forward_rows}"
             )
+
+
+def forced_balance(run: RunResult) -> int:
+    """Executions of the routing operator that made expert ids even, as the splitter says."""
+    return sum(step.evidence.get(BALANCED, 0) for step in run.steps if step.evidence is not None)
 
 
 def balances(run: RunResult) -> Iterator[StageBalance]:

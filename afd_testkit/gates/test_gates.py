@@ -41,8 +41,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         topology = subject.topology.topology_label()
         shown = "-".join(part for part in (subject.short_model, subject.dtype, topology) if part)
-        for gate in (gate for gate in GATES.values() if gate.applies(subject)):
-            for case in gate.cases(planning):
+        for gate in GATES.values():
+            for case in gate.cases_of(planning, subject):
                 parameters.append(
                     pytest.param(
                         subject,
