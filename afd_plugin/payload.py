@@ -132,7 +132,7 @@ class RoutingPayload:
         tensors = [self.ids, self.weights, *([] if logits is None else [logits])]
         return Packed(
             fields + _CHECKSUM.pack(zlib.crc32(fields)),
-            tuple(tensor.view(torch.uint8).view(-1) for tensor in tensors),
+            tuple(tensor.view(-1).view(torch.uint8) for tensor in tensors),
         )
 
 
@@ -325,4 +325,6 @@ def _typed(
         f"the buffer of {name} begins at byte {buffer.storage_offset()} of its storage; {dtype} "
         f"needs a multiple of {dtype.itemsize}",
     )
+    if need == 0:  # an empty buffer has no stride that a view could start from
+        return buffer.new_empty((rows, columns), dtype=dtype)
     return buffer.view(dtype).view(rows, columns)

@@ -1,0 +1,307 @@
+"""Routing payloads: what may be one, bytes there and back, and order by expert and back."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from afd_plugin.errors import RoutingError, RoutingPayloadError
+from afd_plugin.payload import (
+    EXACT_IDS,
+    HEADER_BYTES,
+    LOGIT_DTYPES,
+    RoutingPayload,
+    as_rows,
+    by_experts,
+    expert_order,
+    from_rows,
+    restore,
+    unpack,
+)
+
+pytestmark = pytest.mark.cpu
+
+
+def payload(rows: int = 5, top_k: int = 2, experts: int = 8, **more: Any) -> RoutingPayload:
+    random = np.random.default_rng(rows * 100 + top_k)
+    ids = np.stack([random.permutation(experts)[:top_k] for _ in range(rows)]) if rows else None
+    given: dict[str, Any] = {
+        "ids": torch.tensor(ids, dtype=torch.int32)
+        if rows
+        else torch.empty(0, top_k, dtype=torch.int32),
+        "weights": torch.from_numpy(random.random((rows, top_k), dtype=np.float32)),
+        "num_tokens": rows,
+        **more,
+    }
+    return RoutingPayload(**given)
+
+
+# --- what may be one ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+@pytest.mark.parametrize("dtype", [None, *LOGIT_DTYPES], ids=str)
+def test_what_is_allowed(rows: int, top_k: int, dtype: torch.dtype | None) -> None:
+    logits = None if dtype is None else torch.zeros(rows, 8, dtype=dtype)
+    made = payload(rows, top_k, logits=logits)
+    assert (made.rows, made.top_k, made.num_tokens, made.layout) == (rows, top_k, rows, "batch")
+
+
+IDS = torch.zeros(4, 2, dtype=torch.int32)
+WEIGHTS = torch.zeros(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"ids": IDS.long()}, "ids are torch.int64; allowed: torch.int32"),
+        ({"ids": IDS.float()}, "ids are torch.float32"),
+        ({"weights": WEIGHTS.double()}, "weights are torch.float64; allowed: torch.float32"),
+        ({"weights": WEIGHTS.bfloat16()}, "weights are torch.bfloat16"),
+        ({"ids": IDS[0]}, "ids have shape [2]"),
+        ({"ids": IDS[None]}, "ids have shape [1, 4, 2]"),
+        ({"ids": IDS[:, :0]}, "ids have shape [4, 0]; they must be [rows, 1 or more]"),
+        ({"ids": torch.zeros(2, 4, dtype=torch.int32).t()}, "strides [1, 4]"),
+        ({"weights": torch.zeros(4, 4)[:, ::2]}, "strides [4, 2]; they must be contiguous"),
+        ({"weights": WEIGHTS[:3]}, "weights are [3, 2] and ids [4, 2]"),
+        ({"weights": WEIGHTS.to("meta")}, "weights are on meta and ids on cpu"),
+        ({"logits": torch.zeros(3, 8)}, "logits have 3 rows and ids 4"),
+        ({"logits": torch.zeros(4, 8).double()}, "logits are torch.float64"),
+        ({"logits": torch.zeros(4, 8, device="meta")}, "logits are on meta"),
+        ({"num_tokens": 5}, "num_tokens is 5; allowed are 0 to the 4 rows"),
+        ({"num_tokens": -1}, "num_tokens is -1"),
+        ({"layout": "tokens"}, "layout is 'tokens'; allowed are 'batch', 'experts'"),
+        ({"layout": "experts"}, "these name 2 experts; use layout 'batch'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_refused(changed: dict[str, Any], said: str) -> None:
+    given = {"ids": IDS, "weights": WEIGHTS, "num_tokens": 4, **changed}
+    with pytest.raises(RoutingPayloadError) as caught:
+        RoutingPayload(**given)
+    assert said in str(caught.value)
+    assert isinstance(caught.value, RoutingError)
+
+
+def test_padding_has_weight_and_id_zero_and_is_not_counted() -> None:
+    made = payload(3)
+    padded = made.padded(5)
+    assert (padded.rows, padded.num_tokens) == (5, 3)
+    assert torch.equal(padded.ids[:3], made.ids)
+    assert torch.equal(padded.weights[:3], made.weights)
+    assert not padded.ids[3:].any()
+    assert not padded.weights[3:].any()
+    with pytest.raises(RoutingPayloadError, match="3 rows do not fit 2"):
+        made.padded(2)
+
+
+# --- bytes there and back -------------------------------------------------------------------
+
+
+@given(
+    rows=st.integers(0, 20),
+    top_k=st.integers(1, 4),
+    dtype=st.sampled_from([None, *LOGIT_DTYPES]),
+    real=st.floats(0, 1),
+)
+def test_bytes_there_and_back(
+    rows: int, top_k: int, dtype: torch.dtype | None, real: float
+) -> None:
+    logits = None if dtype is None else torch.randn(rows, 8).to(dtype)
+    sent = payload(rows, top_k, logits=logits, num_tokens=int(rows * real))
+    packed = sent.pack()
+    assert len(packed.header) == HEADER_BYTES
+    size = rows * top_k * 8 + (0 if logits is None else logits.numel() * logits.itemsize)
+    assert packed.nbytes == HEADER_BYTES + size
+    # Over bytes, as a wire has them.
+    wire = [bytearray(buffer.numpy().tobytes()) for buffer in packed.buffers]
+    arrived = [torch.from_numpy(np.frombuffer(each, dtype=np.uint8)) for each in wire]
+    got = unpack(packed.header, arrived)
+    assert (got.num_tokens, got.layout) == (sent.num_tokens, sent.layout)
+    for name in ("ids", "weights", "logits"):
+        one, other = getattr(sent, name), getattr(got, name)
+        if one is None:
+            assert other is None
+        else:
+            assert one.dtype == other.dtype
+            assert torch.equal(one, other)
+
+
+def test_nothing_is_copied() -> None:
+    sent = payload(logits=torch.zeros(5, 8))
+    packed = sent.pack()
+    tensors = [sent.ids, sent.weights, sent.logits]
+    assert [b.data_ptr() for b in packed.buffers] == [
+        t.data_ptr() for t in tensors if t is not None
+    ]
+    # Received in one piece of memory, which the payload then looks at.
+    memory = torch.cat(packed.buffers)
+    parts = memory.split([buffer.numel() for buffer in packed.buffers])
+    got = unpack(packed.header, parts)
+    assert got.ids.data_ptr() == memory.data_ptr()
+    memory.zero_()
+    assert not got.ids.any()
+    assert not got.weights.any()
+
+
+def test_one_expert_a_token_with_any_stride() -> None:
+    ids = torch.as_strided(torch.arange(4, dtype=torch.int32), (4, 1), (1, 7))
+    sent = RoutingPayload(ids=ids, weights=torch.ones(4, 1), num_tokens=4)
+    packed = sent.pack()
+    assert packed.buffers[0].data_ptr() == ids.data_ptr()
+    assert unpack(*packed).ids.tolist() == [[0], [1], [2], [3]]
+
+
+def test_the_header_is_documented_and_stable() -> None:
+    packed = payload(5, 2, logits=torch.zeros(5, 8, dtype=torch.bfloat16), num_tokens=4).pack()
+    fields = struct.pack("<4sHBBQQII", b"AFDR", 1, 0, 2, 5, 4, 2, 8)
+    assert packed.header == fields + struct.pack("<I", zlib.crc32(fields))
+
+
+def header(*values: Any) -> bytes:
+    fields = struct.pack("<4sHBBQQII", *values)
+    return fields + struct.pack("<I", zlib.crc32(fields))
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "said"),
+    [
+        (b"", "the header has 0 bytes"),
+        (header(b"AFDR", 1, 0, 0, 5, 5, 2, 0)[:-1], f"has {HEADER_BYTES - 1} bytes"),
+        (header(b"AFDX", 1, 0, 0, 5, 5, 2, 0), "begins with b'AFDX'"),
+        (header(b"AFDR", 2, 0, 0, 5, 5, 2, 0), "has version 2; this side reads 1"),
+        (header(b"AFDR", 1, 2, 0, 5, 5, 2, 0), "has layout 2"),
+        (header(b"AFDR", 1, 0, 4, 5, 5, 2, 0), "logits of type 4"),
+        (header(b"AFDR", 1, 0, 1, 5, 5, 2, 8), "2 buffers arrived; the header announces 3"),
+        (header(b"AFDR", 1, 0, 0, 6, 5, 2, 0), "has 40 bytes; [6, 2] of torch.int32 has 48"),
+        (header(b"AFDR", 1, 0, 0, 5, 6, 2, 0), "num_tokens is 6"),
+        (header(b"AFDR", 1, 1, 0, 5, 5, 2, 0), "rows by experts are single assignments"),
+        (header(b"AFDR", 1, 0, 0, 2**63, 0, 2, 0), "the buffer of ids has 40 bytes"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_headers_that_are_refused(bytes_: bytes, said: str) -> None:
+    with pytest.raises(RoutingPayloadError) as caught:
+        unpack(bytes_, payload(5, 2).pack().buffers)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("place", range(HEADER_BYTES))
+def test_a_flipped_bit_of_the_header_is_noticed(place: int) -> None:
+    packed = payload(5, 2).pack()
+    damaged = bytearray(packed.header)
+    damaged[place] ^= 1
+    with pytest.raises(RoutingPayloadError):
+        unpack(bytes(damaged), packed.buffers)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda ids: ids[:-1], "the buffer of ids has 39 bytes"),
+        (lambda ids: torch.cat([ids, ids]), "has 80 bytes; [5, 2] of torch.int32 has 40"),
+        (lambda ids: ids.view(5, 8), "must be flat, contiguous torch.uint8"),
+        (lambda ids: ids.view(torch.int8), "of torch.int8"),
+        (lambda ids: torch.stack([ids, ids], 1).view(-1)[::2], "must be flat, contiguous"),
+        (lambda ids: torch.cat([ids[:1], ids])[1:], "begins at byte 1"),
+    ],
+)
+def test_buffers_that_are_refused(
+    change: Callable[[torch.Tensor], torch.Tensor], said: str
+) -> None:
+    packed = payload(5, 2).pack()
+    with pytest.raises(RoutingPayloadError) as caught:
+        unpack(packed.header, [change(packed.buffers[0]), packed.buffers[1]])
+    assert said in str(caught.value)
+
+
+# --- by expert and back ---------------------------------------------------------------------
+
+
+@given(
+    rows=st.integers(0, 30),
+    top_k=st.integers(1, 4),
+    ranks=st.integers(1, 4),
+    seed=st.integers(0, 2**16),
+)
+def test_order_by_expert_and_exactly_back(rows: int, top_k: int, ranks: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    experts = 8
+    holders = [int(rank) for rank in random.integers(0, ranks, experts)]
+    sent = RoutingPayload(
+        ids=torch.from_numpy(random.integers(0, experts, (rows, top_k)).astype(np.int32)),
+        weights=torch.from_numpy(random.random((rows, top_k), dtype=np.float32)),
+        num_tokens=rows,
+    )
+    order = expert_order(sent, holders, ranks)
+    # By the definition: rank, then expert, then the place in the batch.
+    flat = [int(expert) for expert in sent.ids.reshape(-1)]
+    places = sorted(range(len(flat)), key=lambda place: (holders[flat[place]], flat[place], place))
+    assert order.assignments.tolist() == places
+    assert order.tokens.tolist() == [place // top_k for place in places]
+    assert order.counts == tuple(sum(holders[e] == rank for e in flat) for rank in range(ranks))
+
+    moved = by_experts(sent, order)
+    assert moved.layout == "experts"
+    assert moved.ids.reshape(-1).tolist() == [flat[place] for place in places]
+    assert torch.equal(restore(order, moved.ids.reshape(-1)), sent.ids)
+    assert torch.equal(restore(order, moved.weights.reshape(-1)), sent.weights)
+    rows_of_tokens = torch.arange(rows * 3, dtype=torch.float32).view(rows, 3)
+    back = restore(order, rows_of_tokens[order.tokens])
+    assert torch.equal(back, rows_of_tokens[:, None].expand(rows, top_k, 3))
+
+
+@pytest.mark.parametrize("expert", [-1, 8, 2**31 - 1])
+def test_ids_outside_of_the_experts_have_no_order(expert: int) -> None:
+    ids = torch.tensor([[0, 1], [2, expert]], dtype=torch.int32)
+    sent = RoutingPayload(ids=ids, weights=torch.zeros(2, 2), num_tokens=2)
+    with pytest.raises(RoutingPayloadError, match=f"row 1 goes to expert {expert}; allowed are 0"):
+        expert_order(sent, [0] * 8, 1)
+
+
+def test_ranks_that_do_not_exist_hold_nothing() -> None:
+    with pytest.raises(RoutingPayloadError, match=r"held by ranks \[0, 2\]; allowed are 0 to 1"):
+        expert_order(payload(), [0] * 7 + [2], 2)
+
+
+def test_rows_that_are_not_all_back() -> None:
+    order = expert_order(payload(5, 2), [0] * 8, 1)
+    with pytest.raises(RoutingPayloadError, match=r"\[9, 3\] rows came back of 10"):
+        restore(order, torch.zeros(9, 3))
+
+
+# --- as rows of numbers ---------------------------------------------------------------------
+
+
+@given(rows=st.integers(0, 9), top_k=st.integers(1, 4), more=st.integers(0, 3))
+def test_rows_of_numbers_and_padding_between(rows: int, top_k: int, more: int) -> None:
+    sent = payload(rows, top_k)
+    moved = as_rows(sent, 8)
+    assert moved.shape == (rows, 2 * top_k)
+    got = from_rows(torch.nn.functional.pad(moved, (0, 0, 0, more)))
+    assert got.num_tokens == rows + more
+    assert torch.equal(got.ids, sent.padded(rows + more).ids)
+    assert torch.equal(got.weights, sent.padded(rows + more).weights)
+
+
+def test_every_id_is_exact_as_a_float() -> None:
+    ids = torch.tensor([[EXACT_IDS - 1, EXACT_IDS - 2, 0]], dtype=torch.int32)
+    sent = RoutingPayload(ids=ids, weights=torch.zeros(1, 3), num_tokens=1)
+    assert torch.equal(from_rows(as_rows(sent, EXACT_IDS)).ids, ids)
+    with pytest.raises(RoutingPayloadError, match=f"{EXACT_IDS + 1} experts cannot be numbered"):
+        as_rows(sent, EXACT_IDS + 1)
+
+
+@pytest.mark.parametrize("rows", [torch.zeros(2, 3), torch.zeros(2, 4).double(), torch.zeros(4)])
+def test_rows_that_are_no_routing(rows: torch.Tensor) -> None:
+    with pytest.raises(RoutingPayloadError, match="rows are"):
+        from_rows(rows)
