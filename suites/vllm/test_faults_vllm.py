@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from afd_testkit.faults import CONTROL
@@ -24,16 +26,56 @@ def vllm_session(afd_engines: EnginePool) -> GateSession:
     )
 
 
-@pytest.mark.parametrize(("gate", "fault"), pairs())
-def test_gate_turns_red(vllm_session: GateSession, gate: str, fault: str) -> None:
-    red, seen = first_red(vllm_session, SUBJECT, gate, fault)
-    assert red is not None, [(r.variant, r.outcome, r.message) for r in seen]
+class SameEngines:
+    """Proofs of ``gates``, which run on the same engines: the stock one and one that splits.
+
+    Two engines are alive at a time, so tests that need others must not come in between; random
+    order moves a class as a whole.
+    """
+
+    gates: ClassVar[tuple[str, ...]]
+
+    def test_gate_turns_red(self, vllm_session: GateSession, gate: str, fault: str) -> None:
+        red, seen = first_red(vllm_session, SUBJECT, gate, fault)
+        assert red is not None, [(r.variant, r.outcome, r.message) for r in seen]
+
+    def test_gate_stays_green_under_an_injection_of_nothing(
+        self, vllm_session: GateSession, gate: str
+    ) -> None:
+        red, seen = first_red(vllm_session, SUBJECT, gate, CONTROL)
+        assert red is None, (red.variant, red.message)
+        assert all(result.outcome is Outcome.PASSED for result in seen)
 
 
-@pytest.mark.parametrize("gate", list(GATES))
-def test_gate_stays_green_under_an_injection_of_nothing(
-    vllm_session: GateSession, gate: str
-) -> None:
-    red, seen = first_red(vllm_session, SUBJECT, gate, CONTROL)
-    assert red is None, (red.variant, red.message)
-    assert all(result.outcome is Outcome.PASSED for result in seen)
+class TestOneStep(SameEngines):
+    """Prompts that fit one step."""
+
+    gates = ("split", "prefix-hit")
+
+
+class TestChunks(SameEngines):
+    """Prompts in chunks."""
+
+    gates = ("chunked",)
+
+
+class TestSmallSteps(SameEngines):
+    """Batches over several steps."""
+
+    gates = ("stability",)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The gates of a class, with their faults where a test takes one."""
+    if metafunc.cls is None:
+        return
+    gates = metafunc.cls.gates
+    if "fault" in metafunc.fixturenames:
+        metafunc.parametrize(("gate", "fault"), [pair for pair in pairs() if pair[0] in gates])
+    else:
+        metafunc.parametrize("gate", gates)
+
+
+def test_no_gate_is_left_out() -> None:
+    classes = SameEngines.__subclasses__()
+    assert sorted(gate for one in classes for gate in one.gates) == sorted(GATES)
