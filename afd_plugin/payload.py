@@ -103,14 +103,15 @@ class RoutingPayload:
         return int(self.ids.shape[1])
 
     def padded(self, rows: int) -> RoutingPayload:
-        """A copy without logits that has ``rows`` rows; new ones have weight 0 and id 0.
+        """A copy without logits that has ``rows`` rows; new ones have weight 0.
 
+        Their experts are 0 to K - 1: operators that exchange tokens want those of a row to differ.
         Raises :class:`RoutingPayloadError` for fewer rows than there are.
         """
         more = rows - self.rows
         _need(more >= 0, f"{self.rows} rows do not fit {rows}; pad to as many or more")
         return RoutingPayload(
-            ids=torch.nn.functional.pad(self.ids, (0, 0, 0, more)),
+            ids=torch.cat([self.ids, _choices(self.ids).expand(more, -1)]),
             weights=torch.nn.functional.pad(self.weights, (0, 0, 0, more)),
             num_tokens=self.num_tokens,
             layout=self.layout,
@@ -227,31 +228,40 @@ def restore(order: ExpertOrder, rows: torch.Tensor) -> torch.Tensor:
 
 
 def as_rows(payload: RoutingPayload, num_experts: int) -> torch.Tensor:
-    """[R, 2 K] float32: weights, then ids, for engines that move a row of numbers a token.
+    """[R, 2 K] float32, for engines that move a row of numbers a token: weights, then experts.
 
-    A row that an engine adds in padding, all zeros, goes to expert 0 with weight 0.
+    Experts are counted from the number of the choice, modulo ``num_experts``, so that a row of
+    zeros, as engines pad with, has weight 0 and the experts 0 to K - 1, which differ.
     Raises :class:`RoutingPayloadError` for more experts than float32 can number.
     """
     _need(
-        num_experts <= EXACT_IDS,
-        f"{num_experts} experts cannot be numbered in float32; allowed are up to {EXACT_IDS}",
+        payload.top_k <= num_experts <= EXACT_IDS,
+        f"{num_experts} experts cannot be numbered in float32 for rows that name {payload.top_k}; "
+        f"allowed are {payload.top_k} to {EXACT_IDS}",
     )
-    return torch.cat([payload.weights, payload.ids.to(torch.float32)], dim=1)
+    counted = (payload.ids - _choices(payload.ids)) % num_experts
+    return torch.cat([payload.weights, counted.to(torch.float32)], dim=1)
 
 
-def from_rows(rows: torch.Tensor) -> RoutingPayload:
+def from_rows(rows: torch.Tensor, num_experts: int) -> RoutingPayload:
     """The inverse of :func:`as_rows`, for whichever rows there are now; all count as real."""
     _need(
         rows.dim() == 2 and rows.dtype == torch.float32 and rows.shape[1] % 2 == 0,
         f"rows are {list(rows.shape)} of {rows.dtype}; they must be [rows, 2 x experts a token] of "
         "torch.float32",
     )
-    weights, ids = rows.chunk(2, dim=1)
+    weights, counted = rows.chunk(2, dim=1)
+    ids = counted.to(torch.int32)
     return RoutingPayload(
-        ids=ids.to(torch.int32).contiguous(),
+        ids=((ids + _choices(ids)) % num_experts).contiguous(),
         weights=weights.contiguous(),
         num_tokens=int(rows.shape[0]),
     )
+
+
+def _choices(ids: torch.Tensor) -> torch.Tensor:
+    """[1, K] int32: 0 to K - 1."""
+    return torch.arange(ids.shape[1], dtype=torch.int32, device=ids.device)[None]
 
 
 def _need(ok: bool, text: str) -> None:

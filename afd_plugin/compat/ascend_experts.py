@@ -126,7 +126,7 @@ class AscendExperts:
             enable_shared_expert_dp=self.moe.enable_shared_expert_dp,
             quant_type=QuantType.NONE,
         )
-        return Prepared(done.hidden_states, from_rows(done.router_logits), done)
+        return Prepared(done.hidden_states, from_rows(done.router_logits, self.num_experts), done)
 
     def experts(self, prepared: Prepared) -> torch.Tensor:
         """By vLLM-Ascend's dispatch, grouped products and combine, with this routing."""

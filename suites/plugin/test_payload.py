@@ -92,13 +92,13 @@ def test_what_is_refused(changed: dict[str, Any], said: str) -> None:
     assert isinstance(caught.value, RoutingError)
 
 
-def test_padding_has_weight_and_id_zero_and_is_not_counted() -> None:
+def test_padding_has_weight_zero_and_experts_that_differ_and_is_not_counted() -> None:
     made = payload(3)
     padded = made.padded(5)
     assert (padded.rows, padded.num_tokens) == (5, 3)
     assert torch.equal(padded.ids[:3], made.ids)
     assert torch.equal(padded.weights[:3], made.weights)
-    assert not padded.ids[3:].any()
+    assert padded.ids[3:].tolist() == [[0, 1], [0, 1]]
     assert not padded.weights[3:].any()
     with pytest.raises(RoutingPayloadError, match="3 rows do not fit 2"):
         made.padded(2)
@@ -282,26 +282,30 @@ def test_rows_that_are_not_all_back() -> None:
 # --- as rows of numbers ---------------------------------------------------------------------
 
 
-@given(rows=st.integers(0, 9), top_k=st.integers(1, 4), more=st.integers(0, 3))
+@given(rows=st.integers(0, 9), top_k=st.integers(1, 8), more=st.integers(0, 3))
 def test_rows_of_numbers_and_padding_between(rows: int, top_k: int, more: int) -> None:
     sent = payload(rows, top_k)
     moved = as_rows(sent, 8)
     assert moved.shape == (rows, 2 * top_k)
-    got = from_rows(torch.nn.functional.pad(moved, (0, 0, 0, more)))
+    got = from_rows(torch.nn.functional.pad(moved, (0, 0, 0, more)), 8)
     assert got.num_tokens == rows + more
-    assert torch.equal(got.ids, sent.padded(rows + more).ids)
-    assert torch.equal(got.weights, sent.padded(rows + more).weights)
+    assert torch.equal(got.ids[:rows], sent.ids)
+    assert torch.equal(got.weights[:rows], sent.weights)
+    # A row of zeros: no weight, and experts that differ.
+    assert got.ids[rows:].tolist() == [list(range(top_k))] * more
+    assert not got.weights[rows:].any()
 
 
 def test_every_id_is_exact_as_a_float() -> None:
     ids = torch.tensor([[EXACT_IDS - 1, EXACT_IDS - 2, 0]], dtype=torch.int32)
     sent = RoutingPayload(ids=ids, weights=torch.zeros(1, 3), num_tokens=1)
-    assert torch.equal(from_rows(as_rows(sent, EXACT_IDS)).ids, ids)
-    with pytest.raises(RoutingPayloadError, match=f"{EXACT_IDS + 1} experts cannot be numbered"):
-        as_rows(sent, EXACT_IDS + 1)
+    assert torch.equal(from_rows(as_rows(sent, EXACT_IDS), EXACT_IDS).ids, ids)
+    for experts in (EXACT_IDS + 1, 2):
+        with pytest.raises(RoutingPayloadError, match=f"{experts} experts cannot be numbered"):
+            as_rows(sent, experts)
 
 
 @pytest.mark.parametrize("rows", [torch.zeros(2, 3), torch.zeros(2, 4).double(), torch.zeros(4)])
 def test_rows_that_are_no_routing(rows: torch.Tensor) -> None:
     with pytest.raises(RoutingPayloadError, match="rows are"):
-        from_rows(rows)
+        from_rows(rows, 8)
