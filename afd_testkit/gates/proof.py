@@ -21,11 +21,8 @@ _CASE: Mapping[str, str] = {
     "stability": "interleaved",
     "routing": "guards dropped",
 }
-# The same where an engine has a more telling case.
-_CASE_ON: Mapping[tuple[str, str], str] = {
-    ("routing", "vllm-cpu"): "engine",
-    ("routing", "ascend"): "eager",
-}
+# The same by (gate, engine), where an engine has a more telling case.
+_CASE_ON: Mapping[tuple[str, str], str] = {("routing", "vllm-cpu"): "engine"}
 _CASE_OF: Mapping[tuple[str, str], str] = {
     ("split", "stage-1-from-stage-0-metadata"): "equal",
     ("prefix-hit", "hazard-ignored"): "same-step, no safe cut",
