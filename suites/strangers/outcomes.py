@@ -6,7 +6,7 @@ import fnmatch
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,12 +23,24 @@ class LedgerError(Exception):
 def read_outcomes(junit: Path) -> dict[str, str]:
     """By test, the worst outcome in pytest's junit file; a file that fails to import is a test."""
     outcomes: dict[str, str] = {}
-    for case in ElementTree.parse(junit).getroot().iter("testcase"):
-        name = "::".join(filter(None, (case.get("classname"), case.get("name"))))
+    for name, case in _cases(junit):
         found = [_TAGS[child.tag] for child in case if child.tag in _TAGS]
         worst = max([*found, outcomes.get(name, PASSED)], key=_badness)
         outcomes[name] = worst
     return outcomes
+
+
+def read_seconds(junit: Path) -> dict[str, float]:
+    """By test, the seconds of the wall clock that pytest's junit file says it took."""
+    seconds: Counter[str] = Counter()
+    for name, case in _cases(junit):
+        seconds[name] += float(case.get("time", 0))
+    return dict(seconds)
+
+
+def _cases(junit: Path) -> Iterator[tuple[str, ElementTree.Element]]:
+    for case in ElementTree.parse(junit).getroot().iter("testcase"):
+        yield "::".join(filter(None, (case.get("classname"), case.get("name")))), case
 
 
 def _badness(outcome: str) -> int:

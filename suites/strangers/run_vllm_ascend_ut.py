@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from outcomes import LedgerError, count, lost, read_ledger, read_outcomes
+from outcomes import PASSED, LedgerError, count, lost, read_ledger, read_outcomes, read_seconds
 from rich.console import Console
 from rich.table import Table
 
@@ -69,9 +69,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Column:
-    """What one way of running gave; seconds of the wall clock and of all processes together."""
+    """What one way of running gave.
+
+    ``seconds``: of each test; ``wall``, ``cpu``: of the whole, on the clock and of all processes.
+    """
 
     outcomes: dict[str, dict[str, str]]
+    seconds: dict[str, float]
     wall: float
     cpu: float
 
@@ -154,12 +158,26 @@ def check(checkout: Path, variables: Mapping[str, str]) -> None:
 
 
 def pytest_command(checkout: Path, batch: Batch, workers: int, junit: Path) -> list[str]:
-    """Their tests in the order of their files; the checkout comes last on the import path."""
+    """Their tests in the order of their files; the checkout comes last on the import path.
+
+    A file stays with one process: where there is but one, pytest runs it without workers, each of
+    which would import all of vLLM for nothing.
+    """
+    if all(argument.endswith(".py") for argument in batch.arguments):
+        workers = min(workers, len(batch.arguments))
     return [
         *(sys.executable, "-m", "pytest", *batch.arguments),
         *("-c", str(checkout / "pyproject.toml"), f"--rootdir={checkout}"),
         *("--import-mode=append", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:afd"),
-        *("-n", str(workers), "--dist", "loadfile", "-q", "--tb=short", f"--junitxml={junit}"),
+        *(
+            "-n",
+            str(workers if workers > 1 else 0),
+            "--dist",
+            "loadfile",
+            "-q",
+            "--tb=short",
+            f"--junitxml={junit}",
+        ),
     ]
 
 
@@ -173,6 +191,7 @@ def run_column(
 ) -> Column:
     """Run every batch one way; files of the run go into ``folder``."""
     outcomes: dict[str, dict[str, str]] = {}
+    seconds: dict[str, float] = {}
     wall = cpu = 0.0
     for batch in batches(checkout):
         stem = f"{name.replace(' ', '-')}-{batch.name}"
@@ -200,12 +219,23 @@ def run_column(
                 f"{folder / stem}.log."
             )
         outcomes[batch.name] = read_outcomes(junit)
-    return Column(outcomes, wall, cpu)
+        seconds |= read_seconds(junit)
+    return Column(outcomes, seconds, wall, cpu)
 
 
 def _cpu_seconds() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def passed_everywhere(columns: Sequence[Column]) -> list[str]:
+    """Tests that pass in every one of ``columns``."""
+    first, *others = (column.all for column in columns)
+    return [
+        name
+        for name, outcome in first.items()
+        if outcome == PASSED and all(other.get(name) == PASSED for other in others)
+    ]
 
 
 def table(columns: Mapping[str, Column]) -> Table:
@@ -222,8 +252,15 @@ def table(columns: Mapping[str, Column]) -> Table:
         for outcome in counted[0]:
             shown.add_row(f"{part}: {outcome}", *(str(one[outcome]) for one in counted))
         shown.add_section()
-    shown.add_row("seconds", *(f"{column.wall:.0f}" for column in columns.values()))
-    shown.add_row("CPU seconds", *(f"{column.cpu:.0f}" for column in columns.values()))
+    common = passed_everywhere(list(columns.values()))
+    shown.add_row(
+        f"seconds in {len(common)} tests that pass in all columns",
+        *(f"{sum(column.seconds[name] for name in common):.0f}" for column in columns.values()),
+    )
+    shown.add_row("seconds, with start-up", *(f"{column.wall:.0f}" for column in columns.values()))
+    shown.add_row(
+        "CPU seconds, with start-up", *(f"{column.cpu:.0f}" for column in columns.values())
+    )
     return shown
 
 
