@@ -15,6 +15,7 @@ import torch
 #: Bytes from which it is worth the detour.
 LARGE = 32 << 20
 _PLAIN = {"dtype", "device", "pin_memory"}
+_CPU = torch.device("cpu")
 
 
 def zeros(*size: Any, **kwargs: Any) -> torch.Tensor:
@@ -23,11 +24,12 @@ def zeros(*size: Any, **kwargs: Any) -> torch.Tensor:
     Plain: on the CPU by name, contiguous, no gradient asked for, and no dispatch mode that wants to
     see the tensor being filled.
     """
-    shape = size[0] if len(size) == 1 and isinstance(size[0], list | tuple) else size
-    dtype = kwargs.get("dtype") or torch.get_default_dtype()
-    plain = kwargs.keys() <= _PLAIN and kwargs.get("device") == torch.device("cpu")
-    if not plain or not all(isinstance(extent, int) and extent > 0 for extent in shape):
+    if kwargs.get("device") != _CPU or not kwargs.keys() <= _PLAIN:
         return torch.zeros(*size, **kwargs)
+    shape = size[0] if len(size) == 1 and isinstance(size[0], list | tuple) else size
+    if not all(isinstance(extent, int) and extent > 0 for extent in shape):
+        return torch.zeros(*size, **kwargs)
+    dtype = kwargs.get("dtype") or torch.get_default_dtype()
     count = math.prod(shape) * dtype.itemsize
     if count < LARGE or torch._C._len_torch_dispatch_stack() > 0:
         return torch.zeros(*size, **kwargs)

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
+from types import MethodWrapperType
 from typing import Any
 
 import torch
@@ -21,14 +22,17 @@ from afd_testkit.npu.stream_state import index_of_numbered, numbered_device
 
 _NPU = re.compile(r"npu(?::(\d+))?")
 _CPU = torch.device("cpu")
-_DEVICE_CLASSES = (str, torch.device)
+# Looked up once: every torch call of the process is compared with them.
+_DEVICE_CLASS = torch.device
+_TO = torch.Tensor.to
 
 Scope = Callable[[], AbstractContextManager[None]]
 
 
 def is_npu_name(value: object) -> bool:
     """Whether ``value`` is a string such as ``npu`` or ``npu:1``."""
-    return isinstance(value, str) and _NPU.fullmatch(value) is not None
+    # Most names that torch is given are of other things.
+    return isinstance(value, str) and value.startswith("npu") and _NPU.fullmatch(value) is not None
 
 
 def is_npu(device: object) -> bool:
@@ -73,7 +77,10 @@ class RedirectMode(TorchFunctionMode):  # type: ignore[misc]
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.device:
+        if func.__class__ is MethodWrapperType:
+            # An attribute of a tensor, read or set: it has no device argument.
+            return func(*args)
+        if func is _DEVICE_CLASS:
             return _device(*args, **(kwargs or {}))
         if kwargs:
             if kwargs.get("pin_memory") is True:
@@ -82,10 +89,10 @@ class RedirectMode(TorchFunctionMode):  # type: ignore[misc]
             if device is not None and (is_npu(device) or _is_placed(device)):
                 kwargs = {**kwargs, "device": self._place(device)}
         for value in args:
-            if value.__class__ in _DEVICE_CLASSES and _is_placed(value):
+            if ((kind := value.__class__) is str or kind is _DEVICE_CLASS) and _is_placed(value):
                 args = tuple(self._place(value) if _is_placed(value) else value for value in args)
                 break
-        if func is torch.Tensor.to and len(args) > 1 and is_npu(args[1]):
+        if func is _TO and len(args) > 1 and is_npu(args[1]):
             args = (args[0], self._place(args[1]), *args[2:])
         answer = _ANSWERS.get(func, func)
         return answer(*args, **kwargs) if kwargs else answer(*args)
