@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 
-from afd_testkit.faults import routing, split
+from afd_testkit.faults import external, routing, split
 from afd_testkit.faults.base import Fault, FaultTarget, NoTarget
 
 __all__ = ["CONTROL", "FAULTS", "Fault", "FaultTarget", "NoTarget"]
@@ -19,5 +19,6 @@ FAULTS: Mapping[str, Fault] = {
         Fault(CONTROL, "nothing is wrong", (), lambda target: nullcontext()),
         *split.FAULTS,
         *routing.FAULTS,
+        *external.FAULTS,
     )
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from afd_testkit.engines.base import ONE_PROCESS, Topology
-from afd_testkit.gates import chunked, prefix_hit, routing, split, stability
+from afd_testkit.gates import chunked, external_routing, prefix_hit, routing, split, stability
 from afd_testkit.gates.session import GateSession, Subject
 from afd_testkit.results import CheckResult
 
@@ -44,6 +44,12 @@ GATES: Mapping[str, Gate] = {
         Gate(stability.NAME, stability.cases, stability.run),
         Gate(chunked.NAME, chunked.cases, chunked.run),
         Gate(routing.NAME, routing.cases, routing.run, routing.applies, routing.case_applies),
+        Gate(
+            external_routing.NAME,
+            external_routing.cases,
+            external_routing.run,
+            external_routing.applies,
+        ),
     )
 }
 

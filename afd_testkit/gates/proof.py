@@ -20,6 +20,7 @@ _CASE: Mapping[str, str] = {
     "chunked": "chunks of 100",
     "stability": "interleaved",
     "routing": "guards dropped",
+    "external-routing": "one step",
 }
 # The same by (gate, engine), where an engine has a more telling case.
 _CASE_ON: Mapping[tuple[str, str], str] = {("routing", "vllm-cpu"): "engine"}
