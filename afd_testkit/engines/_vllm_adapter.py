@@ -31,6 +31,7 @@ from afd_testkit.ports import hold_ports
 
 KV_CACHE_BYTES = 256 << 20
 START_SECONDS = 300.0
+COMPILE_SECONDS = 900.0  # what compiling may add to a start, on a machine with much else to do
 RUN_SECONDS = 900.0
 _DP_PORTS = 16
 
@@ -41,8 +42,8 @@ class VllmEngine:
     ``cache_dir`` holds made models, logs and vLLM's own caches.  The constructor returns
     when the engine is ready; it raises :class:`EngineError` for a configuration or a
     checkpoint that cannot work, before a process is started, and :class:`EngineDied` when
-    a process ends while starting.  ``start_seconds`` and ``run_seconds`` bound how long it may
-    take to start and to answer; beyond them everything is killed, and :class:`EngineDied` shows
+    a process ends while starting.  ``start_seconds`` (beside compiling) and ``run_seconds`` bound
+    how long it may take to start and to answer; beyond them everything is killed, and :class:`EngineDied` shows
     the stacks of all its processes.
     """
 
@@ -63,6 +64,7 @@ class VllmEngine:
         self._say = progress if progress is not None else _silent
         check_common(self.name, config)
         self.check_config(config)
+        start_seconds += COMPILE_SECONDS if config.compiled else 0.0
         backend = self.backend(config)
         model_path, environment, needs_amx = _resolve_model(config, cache_dir, self._say)
         started = time.perf_counter()

@@ -83,7 +83,12 @@ class AscendEngine(VllmEngine):
         super().__init__(config, cache_dir, progress, **limits)
 
     def check_config(self, config: EngineConfig) -> None:
-        """Blocks that the attention backends take, and a topology that exists."""
+        """Blocks that the attention backends take, and a topology that exists, not compiled."""
+        if config.compiled:
+            raise EngineError(
+                "vLLM-Ascend compiles and captures graphs for real devices only, which these "
+                "engines do not cover; leave compiled out, or use the engine vllm-cpu"
+            )
         if config.block_size != BLOCK_SIZE:
             raise EngineError(
                 f"block size {config.block_size} is not {BLOCK_SIZE}, the only one that "

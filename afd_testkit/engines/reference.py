@@ -304,6 +304,11 @@ def _check_config(config: EngineConfig) -> None:
         raise EngineError(
             f"reference engine: dtype is {config.dtype!r}; it computes in 'float64' only."
         )
+    if config.compiled or config.afd or config.start_fault:
+        raise EngineError(
+            f"reference engine: {config.label()} was asked for; it compiles nothing, and takes "
+            "options and faults in run() only."
+        )
     if config.model not in RECIPES:
         raise EngineError(
             f"reference engine: model is {config.model!r}; it has {', '.join(sorted(RECIPES))}."
