@@ -8,10 +8,12 @@ from contextlib import nullcontext
 from afd_testkit.faults import external, routing, split
 from afd_testkit.faults.base import Fault, FaultTarget, NoTarget
 
-__all__ = ["CONTROL", "FAULTS", "Fault", "FaultTarget", "NoTarget"]
+__all__ = ["CONTROL", "CONTROLS", "FAULTS", "Fault", "FaultTarget", "NoTarget"]
 
 # The control: an injection that changes nothing, under which every gate must stay green.
 CONTROL = "control"
+# All injections that must change nothing.
+CONTROLS = (CONTROL, *(external.interruption(step) for step in external.STEPS))
 
 FAULTS: Mapping[str, Fault] = {
     fault.name: fault

@@ -42,6 +42,7 @@ LENGTHS = (3, 200, 17, 64, 120)
 ENGINES = ("vllm-cpu", "ascend")
 STEPS = ("prepare", "experts", "finalize")
 _HEADER_BYTES = 36  # of a payload, by its format
+_WAYS = "moe_communication"  # fact of an engine's run that says how experts exchanged tokens
 _OFF = SplitSetting("off")
 _WATCH = RoutingSetting(watch=True)
 _ATTENTION, _EXPERTS = "gate on attention side", "gate on experts' side"
@@ -212,6 +213,8 @@ def _check_travelled(
         )
         ids.extend(step.expert_ids)
     check.facts["travelled"] = counts
+    if _WAYS in result.facts:
+        check.facts[_WAYS] = result.facts[_WAYS]
     check.need(bool(ids), "no expert was chosen: the model's layers were not reached")
     check.need(
         counts["calls"] == len(ids) + again,

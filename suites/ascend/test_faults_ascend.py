@@ -67,6 +67,12 @@ class TestSmallSteps(SameEngines):
     gates = ("stability",)
 
 
+class TestExternalRouting(SameEngines):
+    """The stock engine, and ones whose experts are behind a connector."""
+
+    gates = ("external-routing",)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The gates of a class, on every subject, with their faults where a test takes one."""
     if metafunc.cls is None:

@@ -160,7 +160,7 @@ def test_healthy_prompts_of_the_user_never_turn_a_gate_red(
     gate: str, lengths: tuple[int, ...]
 ) -> None:
     with_user = session(lambda run: run, user=user(*lengths), rounds=2)
-    for case in GATES[gate].cases(with_user):
+    for case in GATES[gate].cases_of(with_user, SUBJECT):
         results = list(GATES[gate].run(with_user, SUBJECT, case))
         bad = [(r.case, r.variant, r.message) for r in results if r.outcome is Outcome.FAILED]
         assert bad == []

@@ -12,7 +12,7 @@ import pytest
 from afd_plugin import decision, metadata, pipeline
 from afd_testkit.engines.base import EngineConfig, EngineError, Prompt, RunResult, SplitSetting
 from afd_testkit.engines.reference import ReferenceEngine
-from afd_testkit.faults import CONTROL, FAULTS
+from afd_testkit.faults import split as split_faults
 
 pytestmark = pytest.mark.cpu
 
@@ -209,7 +209,8 @@ def greedy(result: RunResult) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*FAULTS} - {CONTROL, "hazard-ignored", "state-not-restored"})
+    "name",
+    sorted({f.name for f in split_faults.FAULTS} - {"hazard-ignored", "state-not-restored"}),
 )
 def test_a_fault_is_seen_in_its_run_only(name: str) -> None:
     """128 tokens: stages of 64 and 64; aligned to 12, of 60 and 68, the latter padded to 72."""
