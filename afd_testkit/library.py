@@ -16,9 +16,16 @@ from torch.library import Library
 
 from afd_plugin.errors import RoutingOpError
 from afd_plugin.ops import OpDefinition, Registrar, register, take_down, with_torch
-from afd_testkit.op_contract import OpCase, OpContractBroken, assert_op_contract
+from afd_testkit.op_contract import OpCase, OpContractBroken, assert_op_contract, compiling
 
-__all__ = ["OpCase", "OpContractBroken", "OpLibrary", "assert_op_contract", "op_scope"]
+__all__ = [
+    "OpCase",
+    "OpContractBroken",
+    "OpLibrary",
+    "assert_op_contract",
+    "compiling",
+    "op_scope",
+]
 
 
 @dataclass
@@ -83,7 +90,7 @@ def _kernels(definition: OpDefinition) -> str:
 
 
 def _forget_compiled() -> None:
-    """Compiled code keeps the operator's handle; to call it after the operator is gone crashes."""
+    """Compiled code keeps the operator's handle, which must not be called once it is gone."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 

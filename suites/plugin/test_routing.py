@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afd_plugin import routing
@@ -96,6 +96,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
     )
 
 
+@settings(deadline=None)
 @given(shapes())
 def test_each_rank_spreads_its_own_tokens_evenly(shape: tuple[int, int, int, int, int]) -> None:
     tokens, top_k, experts, holders, ranks = shape
@@ -113,6 +114,7 @@ def test_each_rank_spreads_its_own_tokens_evenly(shape: tuple[int, int, int, int
             assert len(set(row)) == top_k
 
 
+@settings(deadline=None)
 @given(shapes())
 def test_all_ranks_together_are_as_even(shape: tuple[int, int, int, int, int]) -> None:
     tokens, top_k, experts, holders, ranks = shape
@@ -215,6 +217,7 @@ def test_strided_ids_are_written_and_nothing_beside_them(dtype: torch.dtype, vie
 
 
 @pytest.mark.usefixtures("op")
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from(DTYPES),
