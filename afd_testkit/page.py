@@ -16,6 +16,7 @@ from afd_testkit.charts import (
 )
 from afd_testkit.device_evidence import Emulation, cannot_show, emulations, is_emulated
 from afd_testkit.failure import extent, failure_text, number, printable, title
+from afd_testkit.forced_balance import BALANCED, GATE
 from afd_testkit.results import CheckResult, Outcome, StageBalance
 from afd_testkit.summary import (
     GateRow,
@@ -98,6 +99,14 @@ class Emulated:
 
 
 @dataclass(frozen=True)
+class Forced:
+    """Executions that forced expert ids to be even: ``asked`` by the gate for it, and in others."""
+
+    asked: int
+    others: list[CheckResult]
+
+
+@dataclass(frozen=True)
 class Section:
     """One gate row with its charts: ``first`` is open from the start, if there is one to draw.
 
@@ -158,6 +167,7 @@ def render_page(run: RunInfo, checks: Sequence[CheckResult]) -> str:
     return _template().render(
         run=run,
         emulated=_emulated(checks),
+        forced=_forced(checks),
         topologies=list(dict.fromkeys(row.topology for row in rows)),
         symbol=_SYMBOL[judgement.verdict],
         verdict=str(judgement.verdict),
@@ -194,6 +204,15 @@ def _emulated(checks: Sequence[CheckResult]) -> Emulated | None:
         checks=sum(found.values()),
         total=sum(c.outcome is not Outcome.SKIPPED or is_emulated(c.facts) for c in checks),
     )
+
+
+def _forced(checks: Sequence[CheckResult]) -> Forced | None:
+    """``None`` where every expert id was the router's own."""
+    told = [check for check in checks if check.facts.get(BALANCED, 0)]
+    if not told:
+        return None
+    asked = (check.facts[BALANCED] for check in told if check.gate == GATE)
+    return Forced(sum(asked), [check for check in told if check.gate != GATE])
 
 
 def _in_short(limit: str) -> tuple[str, str]:

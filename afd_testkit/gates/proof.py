@@ -32,9 +32,17 @@ _CASE_OF: Mapping[tuple[str, str], str] = {
 }
 
 
-def pairs() -> list[tuple[str, str]]:
-    """(gate, fault) for every gate that a fault must turn red, gate by gate."""
-    return sorted((gate, fault.name) for fault in FAULTS.values() for gate in fault.gates)
+def pairs(subject: Subject | None = None) -> list[tuple[str, str]]:
+    """(gate, fault) for every gate that a fault must turn red, gate by gate.
+
+    With a ``subject``, of the gates that it gets.
+    """
+    return sorted(
+        (gate, fault.name)
+        for fault in FAULTS.values()
+        for gate in fault.gates
+        if subject is None or GATES[gate].applies(subject)
+    )
 
 
 def first_red(

@@ -30,14 +30,18 @@ def test_a_folder_without_a_model(pytester: pytest.Pytester, tmp_path: Path) -> 
     assert "config.json" in shown
 
 
-@pytest.mark.parametrize(("engine", "subjects"), [("reference", 2), ("vllm-cpu", 4)])
+# Routing: of a layer with guards kept and dropped; on vLLM of a whole model, too, in float32 only.
+# External routing: on vLLM in one step and in chunks, in every dtype.
+@pytest.mark.parametrize(
+    ("engine", "subjects", "routing"), [("reference", 2, 2 * 2), ("vllm-cpu", 4, 2 * 3 + 4 * 2)]
+)
 def test_every_gate_is_collected_for_every_subject(
-    pytester: pytest.Pytester, engine: str, subjects: int
+    pytester: pytest.Pytester, engine: str, subjects: int, routing: int
 ) -> None:
     result = collect(pytester, f"--afd-engine={engine}")
     assert result.ret == pytest.ExitCode.OK
     # Nine workloads, five ratios and two same-step cases, one stability run, three chunk sizes.
-    assert f"{subjects * (9 + 7 + 1 + 3)} tests collected" in result.stdout.str()
+    assert f"{subjects * (9 + 7 + 1 + 3) + routing} tests collected" in result.stdout.str()
 
 
 def test_the_users_prompts_take_the_place_of_workloads(
@@ -47,4 +51,4 @@ def test_the_users_prompts_take_the_place_of_workloads(
     prompts.write_text('{"text": "A river."}\n', encoding="utf-8")
     result = collect(pytester, "--afd-engine=reference", f"--afd-prompts={prompts}")
     assert result.ret == pytest.ExitCode.OK
-    assert f"{2 * (1 + 1 + 1 + 3)} tests collected" in result.stdout.str()
+    assert f"{2 * (1 + 1 + 1 + 3 + 2)} tests collected" in result.stdout.str()

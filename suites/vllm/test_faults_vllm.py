@@ -65,6 +65,18 @@ class TestSmallSteps(SameEngines):
     gates = ("stability",)
 
 
+class TestRouting(SameEngines):
+    """A compiled engine; for what lies in the compiled code, an engine started with the fault."""
+
+    gates = ("routing",)
+
+
+class TestExternalRouting(SameEngines):
+    """The stock engine, and ones whose experts are behind a connector."""
+
+    gates = ("external-routing",)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The gates of a class, with their faults where a test takes one."""
     if metafunc.cls is None:
