@@ -16,9 +16,16 @@ from torch.library import Library
 
 from afd_plugin.errors import RoutingOpError
 from afd_plugin.ops import OpDefinition, Registrar, register, take_down, with_torch
-from afd_testkit.op_contract import OpCase, OpContractBroken, assert_op_contract, compiling
+from afd_testkit.op_contract import (
+    OPCHECKS,
+    OpCase,
+    OpContractBroken,
+    assert_op_contract,
+    compiling,
+)
 
 __all__ = [
+    "OPCHECKS",
     "OpCase",
     "OpContractBroken",
     "OpLibrary",

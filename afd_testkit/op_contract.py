@@ -23,6 +23,14 @@ from afd_plugin.ops import OpDefinition
 
 BACKENDS = ("aot_eager", "inductor")
 
+#: All that torch.library.opcheck has.
+OPCHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+
 #: What inductor leaves in the process, by how its names begin: its folder and a pointer that its
 #: kernels read when they are loaded; the code that it generated.
 _VARIABLES = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_")
@@ -68,13 +76,15 @@ def assert_op_contract(
     op: OpDefinition | torch._ops.OpOverload,
     cases: Sequence[OpCase],
     backends: Sequence[str] = BACKENDS,
+    opchecks: Sequence[str] = OPCHECKS,
 ) -> None:
     """Raise :class:`OpContractBroken` unless ``op`` keeps its contract in each of ``cases``.
 
-    Checked are torch.library.opcheck; the Meta kernel's outputs (shape, dtype, strides) against
-    real ones; and eager against compiled by each of ``backends`` as one graph with dynamic shapes,
-    on arguments of the graph and on tensors made inside it, results and written arguments alike.
-    Of each argument that the schema says is written, some case must change a bit.
+    Checked are ``opchecks`` of torch.library.opcheck; the Meta kernel's outputs (shape, dtype,
+    strides) against real ones; and eager against compiled by each of ``backends`` as one graph
+    with dynamic shapes, on arguments of the graph and on tensors made inside it, results and
+    written arguments alike.  Of each argument that the schema says is written, some case must
+    change a bit.
 
     Compiled code of this process is forgotten.  Raises ``ValueError`` for no cases or for two of
     one name.
@@ -86,7 +96,7 @@ def assert_op_contract(
     findings = _unwritten(overload, cases)
     with compiling():
         for case in cases:
-            findings += _opcheck(overload, case)
+            findings += _opcheck(overload, case, opchecks)
             findings += _meta_against_real(overload, case)
         for backend in backends:
             findings += _compiled_against_eager(overload, cases, backend)
@@ -118,9 +128,11 @@ def _unwritten(op: torch._ops.OpOverload, cases: Sequence[OpCase]) -> list[_Find
     ]
 
 
-def _opcheck(op: torch._ops.OpOverload, case: OpCase) -> list[_Finding]:
+def _opcheck(op: torch._ops.OpOverload, case: OpCase, checks: Sequence[str]) -> list[_Finding]:
     args, kwargs = case.copied()
-    results = torch.library.opcheck(op, args, kwargs, raise_exception=False)
+    results = torch.library.opcheck(
+        op, args, kwargs, test_utils=tuple(checks), raise_exception=False
+    )
     return [
         _Finding(case.name, f"opcheck {check}", f"{type(told).__name__}: {told}", "SUCCESS")
         for check, told in results.items()
