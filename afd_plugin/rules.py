@@ -121,6 +121,24 @@ def per_request(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
     return value[first], value[second]
 
 
+def prefill_flags(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
+    """[>= R] whether each request is in its prompt; those of the plan's batch.
+
+    A piece keeps its request's class: one token of a prompt is not a decode.  What is told apart
+    by the batch's flags elsewhere must not contradict these.  Raises :class:`MetadataMismatch`.
+    """
+    pair = per_request(name, value, parent, pieces)
+    flags = None if value is None else pieces.view(value)
+    batch = pieces.plan.batch
+    if flags is not None and not np.array_equal(flags[: batch.num_reqs], batch.is_prefilling):
+        raise MetadataMismatch(
+            f"{name} {_short(flags[: batch.num_reqs])} does not match the batch of the plan, "
+            f"{_short(batch.is_prefilling)}. Give ScheduledBatch the step's flags: "
+            "is_prefilling=[...]."
+        )
+    return pair
+
+
 def per_request_if_array(name: str, value: Any, parent: Any, pieces: Pieces) -> Pair:
     """A scalar holds for both stages; an array is cut by request."""
     if value is None or isinstance(value, int):  # a bool is an int

@@ -45,8 +45,7 @@ RULES_0_32_0: Mapping[str, Rule] = {
     "dcp_local_seq_lens": _DCP,
     "dcp_local_seq_lens_cpu_upper_bound": _DCP,
     "positions": r.positions,
-    # A piece keeps its request's class: one token of a prompt is not a decode.
-    "is_prefilling": r.per_request,
+    "is_prefilling": r.prefill_flags,
     "seq_lens_cpu_upper_bound": r.sequence_lengths,
     "req_idx": r.per_request,
     "mm_req_doc_ranges": r.refused(
@@ -78,7 +77,7 @@ RULES_0_23_0: Mapping[str, Rule] = {
     "dcp_local_seq_lens": _DCP,
     "dcp_local_seq_lens_cpu": _DCP,
     "positions": r.positions,
-    "is_prefilling": r.per_request,
+    "is_prefilling": r.prefill_flags,
     "seq_lens_cpu_upper_bound": r.sequence_lengths,
     "_seq_lens_cpu": r.sequence_lengths,
     "_num_computed_tokens_cpu": r.computed_tokens,

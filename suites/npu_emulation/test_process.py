@@ -136,6 +136,16 @@ def test_torchs_own_ways_round_its_calls(code: str) -> None:
     assert "npu" in plain.stderr
 
 
+@pytest.mark.parametrize("first", ["torch_npu", "acl", "torch_npu.npu"])
+def test_what_needs_torch_may_be_imported_before_it(first: str) -> None:
+    code = (
+        f"import {first}\nimport torch, torch_npu\n"
+        "print(torch.zeros(1, device='npu').tolist(), torch_npu.npu is torch.npu)"
+    )
+    ran = run(code, emulated_environment(EmulationSettings(), os.environ))
+    assert (ran.stdout, ran.stderr) == ("[0.0] True\n", "")
+
+
 def test_the_sitecustomize_behind_ours_is_run(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.afd_seen = __name__\n")
     base = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -541,6 +541,10 @@ BATCH = ScheduledBatch([3, 7, 4], [0, 8, 1])
         ({"positions": torch.zeros(14, 3, dtype=torch.int64)}, "positions has shape .*axis -1"),
         ({"block_table_tensor": ints([[1], [2]])}, "block_table_tensor has shape .*3 requests"),
         ({"is_prefilling": torch.tensor([True])}, "is_prefilling has shape"),
+        (
+            {"is_prefilling": torch.tensor([True, True, False])},
+            r"is_prefilling \[True, True, False\] .* \[True, True, True\]",
+        ),
         ({"req_idx": np.array([1, 2])}, "req_idx has shape"),
         ({"encoder_seq_lens_cpu": np.array([1, 2])}, "encoder_seq_lens_cpu has shape"),
         ({"causal": torch.tensor([True, False])}, "causal has shape"),

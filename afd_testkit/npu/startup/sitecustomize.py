@@ -8,6 +8,7 @@ has imported them before, and most processes never import torch.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -22,6 +23,8 @@ HERE = Path(__file__).parent
 ROOT = str(HERE.parents[2])
 OURS = HERE.parts[-3:]
 EMULATED = "AFD_NPU_EMULATED"
+# Modules that a program may import before torch; the emulation makes them, and needs torch.
+NEED_TORCH = frozenset({"torch_npu", "acl"})
 
 
 class FindTorch(importlib.abc.MetaPathFinder):
@@ -33,7 +36,11 @@ class FindTorch(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """torch's own spec with the loader wrapped; ``None`` for any other module."""
+        """torch's own spec with the loader wrapped, and those of modules that need torch first;
+        ``None`` for any other module."""
+        if name in NEED_TORCH and "torch" not in sys.modules:
+            importlib.import_module("torch")
+            return importlib.util.find_spec(name)
         if name != "torch" or self._asking:
             return None
         self._asking = True
