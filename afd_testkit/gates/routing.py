@@ -254,11 +254,12 @@ def _model(session: GateSession, subject: Subject, case: str) -> Iterator[CheckR
                 _OFF,
                 RoutingSetting(profiling=profiling, watch=True),
             )
+            if not profiling:  # first, so that a failure shows how far the numbers are off
+                check.compare(result, expected.baselines[batch])
             _need_compiled_once(check, result)
             if profiling:
                 _judge_profiling(check, result, expected, batch)
             else:
-                check.compare(result, expected.baselines[batch])
                 _judge_serving(check, result, expected.ids[batch])
 
         yield run_check(session, NAME, subject, case, name, body)
