@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from afd_testkit.engines.base import ONE_PROCESS, RunResult, SplitSetting, Topology
+from afd_testkit.engines.base import ONE_PROCESS, EngineConfig, RunResult, SplitSetting, Topology
 from afd_testkit.evidence import (
     InvalidRecordError,
     RecordError,
@@ -201,6 +201,7 @@ class Engine:
 
     def __init__(self, facts):
         self.facts = facts
+        self.config = EngineConfig(model="tiny")
 
     def run(self, prompts, *, split, fault):
         return RunResult(requests=(), steps=(), seconds=0.0, facts=self.facts)

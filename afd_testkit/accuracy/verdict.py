@@ -1,0 +1,134 @@
+"""Whether a split run answers as well as an unsplit one, from the same questions asked of both.
+
+Scores near each other say little; the questions that flipped say all that there is to know.
+Two statements are made.  Exact McNemar test: how probable are flips this one-sided if the split
+changes nothing.  Non-inferiority: with 95 % confidence the score fell by less than a margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from math import ceil, log
+
+from scipy.optimize import brentq
+from scipy.stats import binom, binomtest
+
+CONFIDENCE = 0.95
+POWER = 0.8
+
+
+class NotPaired(ValueError):
+    """The arms did not answer the same questions."""
+
+
+class Judgement(StrEnum):
+    """What the figures allow to say."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    TOO_FEW = "too few questions"
+
+
+def upper_bound(count: int, n: int) -> float:
+    """Largest share that ``count`` of ``n`` is compatible with: Clopper-Pearson, one tail 2.5 %."""
+    return float(binomtest(count, n).proportion_ci(CONFIDENCE, method="exact").high)
+
+
+def lower_bound(count: int, n: int) -> float:
+    """Smallest such share."""
+    return float(binomtest(count, n).proportion_ci(CONFIDENCE, method="exact").low)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Two arms on the same ``n`` questions.
+
+    ``broken``: right in the baseline and wrong in the arm; ``mended``: the other way round.
+    ``correct``: right answers of the baseline.
+    """
+
+    n: int
+    correct: int
+    broken: tuple[str, ...]
+    mended: tuple[str, ...]
+
+    @property
+    def baseline_score(self) -> float:
+        """Share of right answers of the baseline."""
+        return self.correct / self.n
+
+    @property
+    def score(self) -> float:
+        """Share of right answers of the arm."""
+        return (self.correct - len(self.broken) + len(self.mended)) / self.n
+
+    @property
+    def p_value(self) -> float:
+        """Exact McNemar test, two-sided: the chance of flips at least this one-sided."""
+        flips = len(self.broken) + len(self.mended)
+        return 1.0 if flips == 0 else float(binomtest(len(self.broken), flips, 0.5).pvalue)
+
+    @property
+    def lowest_difference(self) -> float:
+        """Lower 95 % bound of (arm - baseline).
+
+        Two Clopper-Pearson bounds of 97.5 % each, of the shares mended and broken; together they
+        hold with at least 95 % whatever the two shares have to do with each other (Bonferroni).
+        """
+        return lower_bound(len(self.mended), self.n) - upper_bound(len(self.broken), self.n)
+
+    def judge(self, margin: float) -> Judgement:
+        """``passed`` only where the score fell by less than ``margin`` with 95 % confidence.
+
+        A run in which even no flip at all would not say so is too small to be passed.
+        """
+        if self.lowest_difference > -margin:
+            return Judgement.PASSED
+        return Judgement.TOO_FEW if self.n < fewest_questions(margin) else Judgement.FAILED
+
+
+def paired(baseline: Mapping[str, bool], arm: Mapping[str, bool]) -> Paired:
+    """Right answers by question id of both arms.  Raises :class:`NotPaired`."""
+    if not baseline:
+        raise NotPaired("no question was answered; give at least one")
+    lost, new = sorted(baseline.keys() - arm.keys()), sorted(arm.keys() - baseline.keys())
+    if lost or new:
+        raise NotPaired(
+            f"the arms answered different questions: {len(lost)} only in the baseline "
+            f"({', '.join(lost[:3])}), {len(new)} only in the arm ({', '.join(new[:3])}). "
+            "Run both on one list."
+        )
+    return Paired(
+        n=len(baseline),
+        correct=sum(baseline.values()),
+        broken=tuple(sorted(q for q, right in baseline.items() if right and not arm[q])),
+        mended=tuple(sorted(q for q, right in baseline.items() if not right and arm[q])),
+    )
+
+
+def fewest_questions(margin: float) -> int:
+    """Questions from which on a run without a flip passes ``margin``: 0.025 = (1 - margin)^n."""
+    _check_margin(margin)
+    n = max(1, ceil(log((1 - CONFIDENCE) / 2) / log(1 - margin)))
+    while upper_bound(0, n) >= margin:
+        n += 1
+    return n
+
+
+def detectable_drop(n: int, margin: float) -> float | None:
+    """Smallest true drop that ``n`` questions refuse with a chance of 80 %, if none is mended.
+
+    ``None`` where so few questions cannot pass at all.
+    """
+    _check_margin(margin)
+    if n < fewest_questions(margin):
+        return None
+    allowed = max(k for k in range(n + 1) if Paired(n, n, ("",) * k, ()).judge(margin) == "passed")
+    return float(brentq(lambda drop: binom.sf(allowed, n, drop) - POWER, 1e-9, 1 - 1e-9))
+
+
+def _check_margin(margin: float) -> None:
+    if not 0 < margin < 1:
+        raise ValueError(f"the margin is {margin}; it must be a share between 0 and 1")
