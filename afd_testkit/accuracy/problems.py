@@ -132,13 +132,13 @@ def _draw(draw: random.Random, level: Level, count: int) -> Problem | None:
     while len(steps) < count:
         now = steps[-1][3] if steps else a
         operator = draw.choices("+-*", (5, 5, 2))[0]
-        b = _operand(draw, operator, now, most)
-        if b is None:
+        operand = _operand(draw, operator, now, most)
+        if operand is None:
             return None
         clauses, apply = _STEPS[operator]
         forms.append(draw.choice(clauses))
-        story.append(forms[-1].format(b=b, **words))
-        steps.append((now, operator, b, apply(now, b)))
+        story.append(forms[-1].format(b=operand, **words))
+        steps.append((now, operator, operand, apply(now, operand)))
     forms.append(draw.choice(QUESTIONS))
     story.append(forms[-1].format(**words))
     if not all(0 < step[3] <= most for step in steps):
