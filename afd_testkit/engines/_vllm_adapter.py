@@ -43,8 +43,8 @@ class VllmEngine:
     when the engine is ready; it raises :class:`EngineError` for a configuration or a
     checkpoint that cannot work, before a process is started, and :class:`EngineDied` when
     a process ends while starting.  ``start_seconds`` (beside compiling) and ``run_seconds`` bound
-    how long it may take to start and to answer; beyond them everything is killed, and :class:`EngineDied` shows
-    the stacks of all its processes.
+    how long it may take to start and to answer; beyond them everything is killed, and
+    :class:`EngineDied` shows the stacks of all its processes.
     """
 
     name: str

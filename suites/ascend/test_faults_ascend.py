@@ -67,6 +67,12 @@ class TestSmallSteps(SameEngines):
     gates = ("stability",)
 
 
+class TestRouting(SameEngines):
+    """A gated layer on the NPU, in a process of its own."""
+
+    gates = ("routing",)
+
+
 class TestExternalRouting(SameEngines):
     """The stock engine, and ones whose experts are behind a connector."""
 
