@@ -255,5 +255,11 @@ def bound_runtime(runtime: RoutingRuntime) -> Generator[None, None, None]:
 def balance_routing_ids_(
     topk_ids: torch.Tensor, num_experts: int, force_balance: bool = False
 ) -> None:
-    """Call the registered operator.  Raises :class:`RoutingOpError` where it is not registered."""
-    ROUTING_OP.overload(topk_ids, num_experts, force_balance)
+    """Call the registered operator, also from what is being compiled.
+
+    Raises :class:`RoutingOpError` where it is not registered; a compiler says so in its own way.
+    """
+    if torch.compiler.is_compiling():  # looking whether it is registered cannot be traced
+        torch.ops.vllm.afd_balance_routing_ids_(topk_ids, num_experts, force_balance)
+    else:
+        ROUTING_OP.overload(topk_ids, num_experts, force_balance)

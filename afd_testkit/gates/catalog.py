@@ -55,12 +55,16 @@ GATES: Mapping[str, Gate] = {
 
 
 class Standard(NamedTuple):
-    """What an engine is judged on; ``needs`` beyond the engine's own."""
+    """What an engine is judged on; ``needs`` beyond the engine's own.
+
+    ``gates``: those that it is there for; all that apply where it names none.
+    """
 
     model: str
     dtype: str
     needs: tuple[str, ...] = ()
     topology: Topology = ONE_PROCESS
+    gates: tuple[str, ...] = ()
 
 
 # By engine; first what finds most.
@@ -90,6 +94,13 @@ SUBJECTS: Mapping[str, Sequence[Standard]] = {
             "float32",
             topology=Topology(tensor_parallel=2, expert_parallel=True, soc="A3"),
         ),
+        # Small steps exchange tokens with the MC2 kernels there, larger ones all-to-all.
+        Standard(
+            "qwen3-moe",
+            "float32",
+            topology=Topology(data_parallel=2, expert_parallel=True, soc="A3"),
+            gates=(external_routing.NAME,),
+        ),
     ),
 }
 ENGINE_NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -105,6 +116,18 @@ def needs_of(engine: str, model: str, dtype: str) -> tuple[str, ...]:
     known = (s for s in SUBJECTS.get(engine, ()) if (s.model, s.dtype) == (model, dtype))
     more = next((standard.needs for standard in known), ())
     return (*ENGINE_NEEDS.get(engine, ("cpu",)), *more)
+
+
+def gates_of(subject: Subject) -> list[Gate]:
+    """The gates that ``subject`` is judged by, in run order."""
+    asked = [
+        standard.gates
+        for standard in SUBJECTS.get(subject.engine, ())
+        if (standard.model, standard.dtype, standard.topology)
+        == (subject.model, subject.dtype, subject.topology)
+    ]
+    wanted = asked[0] if asked and asked[0] else tuple(GATES)
+    return [gate for gate in GATES.values() if gate.name in wanted]
 
 
 def subjects(engine: str, models: Sequence[str]) -> list[Subject]:

@@ -11,7 +11,7 @@ import pytest
 from afd_testkit import gate_item
 from afd_testkit.engines.base import EngineConfig, PrefillEngine
 from afd_testkit.failure import failure_text
-from afd_testkit.gates.catalog import DEFAULT_ENGINE, GATES, needs_of, subjects
+from afd_testkit.gates.catalog import DEFAULT_ENGINE, GATES, gates_of, needs_of, subjects
 from afd_testkit.gates.session import GateSession, Subject
 from afd_testkit.models import CheckpointError, check_checkpoint
 from afd_testkit.models.texts import paragraphs
@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         topology = subject.topology.topology_label()
         shown = "-".join(part for part in (subject.short_model, subject.dtype, topology) if part)
-        for gate in GATES.values():
+        for gate in gates_of(subject):
             for case in gate.cases_of(planning, subject):
                 parameters.append(
                     pytest.param(

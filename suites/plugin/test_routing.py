@@ -32,7 +32,7 @@ from afd_plugin.routing import (
     script_runtime,
     watch_routing,
 )
-from afd_testkit.library import OpLibrary
+from afd_testkit.library import OpLibrary, compiling
 
 pytestmark = pytest.mark.cpu
 
@@ -489,3 +489,21 @@ def test_a_bound_runtime_is_undone_after_an_error(process: None) -> None:
             1 / 0  # noqa: B018
         assert routing._process.runtime is outer
     assert routing._process.runtime is None
+
+
+def test_called_from_what_is_compiled(process: None, op_library: OpLibrary) -> None:
+    """The function itself, not only the operator: its own check is no code to be traced."""
+
+    def route(logits: torch.Tensor) -> torch.Tensor:
+        ids = logits.topk(2).indices
+        balance_routing_ids_(ids, 8)
+        return ids
+
+    logits = torch.randn(5, 8, generator=torch.Generator().manual_seed(4))
+    with compiling():
+        op_library.register(ROUTING_OP)
+        compiled = torch.compile(route, fullgraph=True, backend="aot_eager")
+        with bound_runtime(script_runtime()):
+            with profile_run():
+                assert compiled(logits).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 1]]
+            assert torch.equal(compiled(logits), logits.topk(2).indices)
