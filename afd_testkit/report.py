@@ -191,7 +191,7 @@ def _filled_table(lines: Sequence[GateRow | SkippedSubject], total: int) -> Tabl
         caption_justify="left",
     )
     columns = (
-        ("gate", 10),
+        ("gate", 16),
         ("model, dtype", 20),
         ("checks", 13),
         ("logprob\ndiff/limit/noise", 19),
