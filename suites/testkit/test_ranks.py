@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -315,6 +316,15 @@ def test_nobody_survives_the_caller(tmp_path: Path) -> None:
     assert until(lambda: not any(map(is_running, written(tmp_path))))
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises here, also where a shell started the run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_caller_leaves_nobody(tmp_path: Path) -> None:
     over = threading.Event()
 
