@@ -318,7 +318,7 @@ def test_nobody_survives_the_caller(tmp_path: Path) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C raises here, also where a shell started the run in the background, which ignores it."""
+    """Ctrl-C raises here, also where a shell had it ignored for a run in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
