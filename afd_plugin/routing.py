@@ -85,8 +85,10 @@ def balanced_expert_ids(
 
     Experts are dealt in a cycle, one of each expert rank in turn; rank r of R holders begins a
     fraction r / R into the cycle.  Over one rank's tokens the counts of any two experts, and of
-    any two expert ranks of equal size, differ by at most one; so do they over all ranks with
-    equally many tokens.  A token's experts differ from each other.
+    any two expert ranks of equal size, differ by at most one; those of experts also over all ranks
+    with equally many tokens.  Over all ranks those of expert ranks may differ by more, where each
+    has few tokens and E / R is a multiple of the expert ranks: all then begin at the same rank.
+    A token's experts differ from each other.
 
     Raises :class:`RoutingError` for more experts a token than there are, or negative sizes.
     """
@@ -242,8 +244,11 @@ def register_routing_op(
 
 
 @contextmanager
-def bound_runtime(runtime: RoutingRuntime) -> Generator[None, None, None]:
-    """``runtime`` in force inside, whatever was before it afterwards; for tests and replays."""
+def bound_runtime(runtime: RoutingRuntime | None) -> Generator[None, None, None]:
+    """``runtime`` in force inside (``None``: none yet), and afterwards whatever was before it.
+
+    For tests and replays.
+    """
     before = _process.runtime
     _process.runtime = runtime
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,9 @@ import pytest
 
 from afd_plugin import errors
 from afd_plugin.errors import UnsupportedSetup
+from afd_plugin.routing import ROUTING_OP, bound_runtime
 from afd_plugin.validation import RequestSplitWarning
+from afd_testkit.library import OpLibrary
 
 ConfigMaker = Callable[..., Any]
 InForce = Callable[[Any], AbstractContextManager[None]]
@@ -30,8 +32,10 @@ class Created(Exception):
 
 
 @pytest.fixture
-def created(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def created(monkeypatch: pytest.MonkeyPatch, op_library: OpLibrary) -> Iterator[list[str]]:
     """Names of all that a worker's start makes, as it makes them; none is really made.
+
+    The routing operator, which a worker registers for good, is there for the test only.
 
     ``functools.wraps`` keeps the signatures, which the worker checks.
     """
@@ -65,7 +69,9 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for owner, name in watched:
         watch(owner, name)
-    return made
+    op_library.register(ROUTING_OP)
+    with bound_runtime(None):
+        yield made
 
 
 @pytest.fixture

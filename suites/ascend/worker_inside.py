@@ -85,6 +85,7 @@ class Inside:
     """One engine in this process, and what of it may be looked at."""
 
     def __init__(self, model: str) -> None:
+        self._alive: list[Any] = []
         self.llm = start(model)
         self.worker = self.llm.llm_engine.model_executor.driver_worker.worker
         self.runner = self.worker.model_runner
@@ -100,10 +101,12 @@ class Inside:
         from vllm_ascend import ascend_forward_context
         from vllm_ascend.ops import rotary_embedding
 
-        return [
-            *(id(vars(rotary_embedding)[name]) for name in ROTARY),
-            id(ascend_forward_context._reserved_mc2_mask),
+        objects = [
+            *(vars(rotary_embedding)[name] for name in ROTARY),
+            ascend_forward_context._reserved_mc2_mask,
         ]
+        self._alive += objects  # the next one must not be made in the place of one that is gone
+        return [id(each) for each in objects]
 
     def state(self) -> dict[str, bool]:
         """What must hold between steps, after success and after failure."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -13,7 +13,9 @@ import torch
 
 from afd_plugin import errors
 from afd_plugin.errors import OptionTypeError, OptionValueError, UnknownOption, UnsupportedSetup
+from afd_plugin.routing import ROUTING_OP, bound_runtime
 from afd_plugin.validation import RequestSplitWarning, Setup
+from afd_testkit.library import OpLibrary
 
 ConfigMaker = Callable[..., Any]
 
@@ -28,8 +30,16 @@ class Created(Exception):
     """Something was about to be created."""
 
 
+@pytest.fixture(autouse=True)
+def routing_operator(vllm_loaded: None, op_library: OpLibrary) -> Iterator[None]:
+    """What a worker registers for good is there for the test only."""
+    op_library.register(ROUTING_OP)
+    with bound_runtime(None):
+        yield
+
+
 @pytest.fixture
-def created(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def created(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of all that a worker's start makes, as it makes them; none is really made.
 
     ``functools.wraps`` keeps the signatures, which registration checks.
@@ -71,7 +81,7 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for owner, name in watched:
         watch(owner, name)
-    return made
+    yield made
 
 
 def start(config: Any, options: object) -> None:

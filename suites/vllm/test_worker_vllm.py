@@ -465,7 +465,12 @@ def test_error_in_a_stage(inside: dict[str, Any], where: str, stage: int) -> Non
     assert record["stage_tokens"] == ([110] if (where, stage) == ("layer", 1) else [])
     assert found["same_again"]
     (again,) = found["evidence_again"]
-    ran = {"stage_tokens": [110, 110], "stage_input_tokens": [110, 110]}
+    # Three layers of experts are routed in each of two stages.
+    ran = {
+        "stage_tokens": [110, 110],
+        "stage_input_tokens": [110, 110],
+        "natural_routing": 6,
+    }
     assert again == {**record, **ran, "completed": True}
 
 
