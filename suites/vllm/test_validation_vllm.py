@@ -39,7 +39,7 @@ def routing_operator(vllm_loaded: None, op_library: OpLibrary) -> Iterator[None]
 
 
 @pytest.fixture
-def created(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def created(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of all that a worker's start makes, as it makes them; none is really made.
 
     ``functools.wraps`` keeps the signatures, which registration checks.
@@ -81,7 +81,7 @@ def created(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     for owner, name in watched:
         watch(owner, name)
-    yield made
+    return made
 
 
 def start(config: Any, options: object) -> None:
