@@ -158,12 +158,27 @@ class _Case:
         result = check.run(self._engine(gate_here=gate_here), prompts, _OFF, _WATCH)
         check.compare(result, baseline)
         _check_travelled(check, result, with_routing=gate_here)
+        self._check_way(check, result)
         if self.step_tokens is not None:
             check.facts["most_chunks"] = most = max(len(r.chunks) for r in result.requests)
             if check.session.user and all(len(p.token_ids) <= CHUNK for p in prompts):
                 raise NotApplicable(f"no prompt is longer than {CHUNK} tokens")
             check.need(most > 1, "no prompt was chunked")
         return result
+
+    def _check_way(self, check: Check, result: RunResult) -> None:
+        """On an A3 that spreads experts, chunks go through MC2 and the whole batch all-to-all.
+
+        vLLM-Ascend takes MC2 for as many tokens as there may be requests, which is 256 of 404
+        and all of a chunk.  The user's prompts may be of any length.
+        """
+        topology = self._subject.topology
+        if topology.soc == "A3" and topology.expert_parallel and not check.session.user:
+            way = "ALLTOALL" if self.step_tokens is None else "MC2"
+            check.need(
+                way in result.facts[_WAYS],
+                f"experts must exchange tokens by {way}; they did by {result.facts[_WAYS]}",
+            )
 
     def interrupted(self, check: Check) -> None:
         """The same after the first call of a layer's experts has failed and was made again."""
