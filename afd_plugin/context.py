@@ -84,6 +84,16 @@ def replaced(slot: StateSlot, value: Any) -> Generator[None, None, None]:
         slot.set(before)
 
 
+@contextmanager
+def shadowed(owner: object, name: str, value: Any) -> Generator[None, None, None]:
+    """``owner`` has a ``name`` of its own inside, before its class's; nothing is left of it."""
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+
+
 class ScopeStack:
     """Nested scopes that are all left, even when leaving one of them fails.
 

@@ -12,8 +12,8 @@ activation that they are added to, on the attention side.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from afd_plugin.agreement import AgreementGroup
 from afd_plugin.config import FIXED_AT_START, AFDConfig
 from afd_plugin.connectors.base import Connector
 from afd_plugin.connectors.loopback import LoopbackConnector
-from afd_plugin.context import ScopeStack
+from afd_plugin.context import ScopeStack, shadowed
 from afd_plugin.errors import PlacementDisagreement, RoutingError
 from afd_plugin.payload import RoutingPayload
 
@@ -200,6 +200,19 @@ def connect(
             'Set connector to "none".'
         )
     return sides
+
+
+# Where a layer is entered: the engine's object, the name of its method, and what stands for it.
+Seam = Callable[[AttentionSide], tuple[object, str, Callable[..., Any]]]
+
+
+@contextmanager
+def remote(sides: Iterable[AttentionSide], seam: Seam) -> Generator[None, None, None]:
+    """The layers of ``sides`` reach their experts through them inside, and natively afterwards."""
+    with ScopeStack() as scopes:
+        for side in sides:
+            scopes.enter(shadowed(*seam(side)))
+        yield
 
 
 def describe_placement(config: AFDConfig) -> str:

@@ -18,6 +18,7 @@ from afd_testkit.engines.base import (
     RoutingSetting,
     RunResult,
     SplitSetting,
+    told,
 )
 
 if TYPE_CHECKING:
@@ -61,9 +62,7 @@ class PooledEngine:
     ) -> RunResult:
         """As the engine runs; :class:`EngineDied` also makes the pool forget this engine."""
         try:
-            # Engines of other projects need not know of routing until it is asked for.
-            told = {} if routing == SERVING else {"routing": routing}
-            return self._engine.run(prompts, split=split, fault=fault, **told)
+            return self._engine.run(prompts, split=split, fault=fault, **told(routing))
         except EngineDied:
             self.alive = False
             raise

@@ -8,8 +8,8 @@ through padding, slicing and gathering.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from vllm_ascend.quantization.methods.base import get_moe_num_logical_experts
 from vllm_ascend.quantization.quant_type import QuantType
 
 from afd_plugin import context
-from afd_plugin.context import AttributeSlot, ScopeStack
+from afd_plugin.context import AttributeSlot
 from afd_plugin.errors import FusedCommunication, RoutingError
 from afd_plugin.payload import RoutingPayload, as_rows, from_rows
 from afd_plugin.remote_experts import AttentionSide, Prepared
@@ -167,26 +167,17 @@ class AscendExperts:
         return rows
 
 
-def backends_of(layers: Iterable[Any], *, force_balance: bool) -> list[AscendExperts]:
+def backends_of(layers: Iterable[Any], *, force_balance: bool) -> Iterator[AscendExperts]:
     """One for each MoE layer among ``layers`` (``static_forward_context``'s values)."""
-    return [
+    return (
         AscendExperts(layer, force_balance=force_balance)
         for layer in layers
         if isinstance(layer, fused_moe.AscendFusedMoE)
-    ]
+    )
 
 
-@contextmanager
-def remote(sides: Iterable[AttentionSide]) -> Generator[None, None, None]:
-    """The layers of ``sides`` reach their experts through them inside, and natively afterwards."""
-    with ScopeStack() as scopes:
-        for side in sides:
-            scopes.enter(_seam(side))
-        yield
-
-
-@contextmanager
-def _seam(side: AttentionSide) -> Generator[None, None, None]:
+def seam(side: AttentionSide) -> tuple[object, str, Callable[..., Any]]:
+    """Where a layer of vLLM-Ascend is entered; see :func:`~afd_plugin.remote_experts.remote`."""
     backend = side.backend
     if not isinstance(backend, AscendExperts):
         raise RoutingError(f"{type(backend).__name__} is no layer of vLLM-Ascend's.")
@@ -201,12 +192,5 @@ def _seam(side: AttentionSide) -> Generator[None, None, None]:
 
     moe = backend.moe
     if moe._shared_experts is None:
-        name, replacement = "forward_impl", routed
-    else:
-        name, replacement = "shared_forward_impl", both
-    # An instance attribute, before the class's method; removing it leaves nothing behind.
-    setattr(moe, name, replacement)
-    try:
-        yield
-    finally:
-        delattr(moe, name)
+        return moe, "forward_impl", routed
+    return moe, "shared_forward_impl", both

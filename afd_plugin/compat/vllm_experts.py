@@ -6,8 +6,8 @@ tokens are where they are computed, and what it returns is what the layer adds u
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 
 from afd_plugin import context
-from afd_plugin.context import AttributeSlot, ScopeStack
+from afd_plugin.context import AttributeSlot
 from afd_plugin.errors import RoutingError, UpstreamDrift
 from afd_plugin.payload import RoutingPayload
 from afd_plugin.remote_experts import AttentionSide, Prepared
@@ -94,22 +94,13 @@ class VllmExperts:
         return output
 
 
-def backends_of(layers: Iterable[Any]) -> list[VllmExperts]:
+def backends_of(layers: Iterable[Any]) -> Iterator[VllmExperts]:
     """One for each MoE layer among ``layers`` (``static_forward_context``'s values)."""
-    return [VllmExperts(layer) for layer in layers if isinstance(layer, MoERunner)]
+    return (VllmExperts(layer) for layer in layers if isinstance(layer, MoERunner))
 
 
-@contextmanager
-def remote(sides: Iterable[AttentionSide]) -> Generator[None, None, None]:
-    """The layers of ``sides`` reach their experts through them inside, and natively afterwards."""
-    with ScopeStack() as scopes:
-        for side in sides:
-            scopes.enter(_seam(side))
-        yield
-
-
-@contextmanager
-def _seam(side: AttentionSide) -> Generator[None, None, None]:
+def seam(side: AttentionSide) -> tuple[object, str, Callable[..., Any]]:
+    """Where a layer of vLLM is entered; see :func:`~afd_plugin.remote_experts.remote`."""
     backend = side.backend
     if not isinstance(backend, VllmExperts):
         raise RoutingError(f"{type(backend).__name__} is no layer of vLLM's.")
@@ -129,9 +120,4 @@ def _seam(side: AttentionSide) -> Generator[None, None, None]:
             )
         return side(hidden_states, router_logits)
 
-    # An instance attribute, before the class's method; removing it leaves nothing behind.
-    backend.runner._apply_quant_method = apply
-    try:
-        yield
-    finally:
-        del backend.runner._apply_quant_method
+    return backend.runner, "_apply_quant_method", apply

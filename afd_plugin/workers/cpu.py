@@ -38,8 +38,7 @@ class AFDCPUModelRunner(TwoStageRunnerMixin, CPUModelRunner):  # type: ignore[mi
             (layer.router for layer in layers if isinstance(layer, MoERunner)),
             self.afd_config.force_balanced_routing,
         )
-        if self.afd_config.connector != "none":
-            self.afd_connect(vllm_experts.backends_of(layers), vllm_experts.remote)
+        self.afd_connect(vllm_experts.backends_of(layers), vllm_experts.seam)
 
     def profile_run(self, randomize_inputs: bool = False) -> None:
         """The routing operator is told; vLLM has no flag of its own."""

@@ -55,11 +55,10 @@ class AFDNPUModelRunner(TwoStageRunnerMixin, NPUModelRunner):  # type: ignore[mi
     def load_model(self) -> None:
         """Where there is a connector, the experts of every layer are reached through it."""
         super().load_model()
-        if self.afd_config.connector != "none":
-            layers = self.compilation_config.static_forward_context.values()
-            force = self.afd_config.force_balanced_routing
-            backends = ascend_experts.backends_of(layers, force_balance=force)
-            self.afd_connect(backends, ascend_experts.remote)
+        layers = self.compilation_config.static_forward_context.values()
+        force = self.afd_config.force_balanced_routing
+        backends = ascend_experts.backends_of(layers, force_balance=force)
+        self.afd_connect(backends, ascend_experts.seam)
 
     def _afd_backend_name(self, group: AttentionGroup) -> str:
         return builder_path(group.backend)

@@ -8,7 +8,7 @@ is built, have the engine's builders build both stages, and run the model once a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -27,7 +27,7 @@ from afd_plugin.context import AttributeSlot
 from afd_plugin.decision import KVGroup, StepDecision
 from afd_plugin.errors import StageTensorError
 from afd_plugin.plan import SplitPlan
-from afd_plugin.remote_experts import AttentionSide, ExpertsBackend, connect, make_connector
+from afd_plugin.remote_experts import ExpertsBackend, Seam, connect, make_connector, remote
 from afd_plugin.routing import routing_calls
 from afd_plugin.stage_inputs import StageInputs
 from afd_plugin.topology import Topology
@@ -60,18 +60,19 @@ class TwoStageRunnerMixin(GPUModelRunner):  # type: ignore[misc]
 
     def afd_connect(
         self,
-        backends: Sequence[ExpertsBackend],
-        install: Callable[[list[AttentionSide]], AbstractContextManager[None]],
+        backends: Iterable[ExpertsBackend],
+        seam: Seam,
     ) -> None:
         """Reach the experts of the loaded model through the configured connector, if there is one.
 
-        ``install``: puts attention's sides of the layers into the model until it is left.
+        ``backends``: of its layers, asked for only with a connector.  ``seam``: where the engine
+        enters a layer.
         """
         self.afd_disconnect()
         connector = make_connector(self.afd_config)
         if connector is not None:
             sides = connect(backends, connector, self.afd_config)
-            self._afd_native.enter_context(install(sides))
+            self._afd_native.enter_context(remote(sides, seam))
             self._afd_connector = connector
 
     def afd_disconnect(self) -> None:

@@ -142,6 +142,14 @@ class RoutingSetting:
 SERVING = RoutingSetting()
 
 
+def told(routing: RoutingSetting) -> dict[str, Any]:
+    """``routing`` as an argument of ``run``; none while it asks for nothing.
+
+    Engines of other projects need not know of routing until it is asked for.
+    """
+    return {} if routing == SERVING else {"routing": routing}
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One request: its token ids, and optionally a salt that isolates its prefix-cache entries.

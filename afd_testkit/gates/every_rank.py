@@ -21,6 +21,7 @@ from afd_testkit.engines.base import (
     RunResult,
     SplitSetting,
     StepRecord,
+    told,
 )
 
 # Fact of a run: largest difference of log-probabilities between the ranks, in nats.
@@ -70,9 +71,7 @@ class EveryRank:
             for prompt in prompts
             for rank in range(self._ranks)
         ]
-        # Engines of other projects need not know of routing until it is asked for.
-        told = {} if routing == SERVING else {"routing": routing}
-        result = self._engine.run(copies, split=split, fault=fault, **told)
+        result = self._engine.run(copies, split=split, fault=fault, **told(routing))
         first, *others = (result.requests[rank :: self._ranks] for rank in range(self._ranks))
         differences = [
             _difference(one, other)

@@ -25,6 +25,7 @@ from afd_testkit.engines.base import (
 from afd_testkit.faults import CONTROL
 from afd_testkit.gates.compare import Noise
 from afd_testkit.gates.every_rank import EveryRank
+from afd_testkit.gates.routing_ids import chosen_ids
 from afd_testkit.gates.session import (
     Baseline,
     Check,
@@ -254,7 +255,7 @@ def _check_travelled(
 
 def _check_same_experts(check: Check, one: RunResult, other: RunResult) -> None:
     """Wherever the gate is, each row goes to the same experts in the same order."""
-    left, right = ([ids for step in run.steps for ids in step.expert_ids] for run in (one, other))
+    left, right = chosen_ids(one), chosen_ids(other)
     check.facts["expert_choices"] = int(sum(ids.size for ids in left))
     check.need(
         [ids.shape for ids in left] == [ids.shape for ids in right],

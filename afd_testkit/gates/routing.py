@@ -25,7 +25,7 @@ from afd_testkit.engines.base import (
 )
 from afd_testkit.forced_balance import BALANCED, GATE
 from afd_testkit.gates.routing_child import Answer, Guards, Order, ask
-from afd_testkit.gates.routing_ids import experts_of, gated_inputs, why_uneven
+from afd_testkit.gates.routing_ids import chosen_ids, experts_of, gated_inputs, why_uneven
 from afd_testkit.gates.session import (
     Baseline,
     Check,
@@ -198,7 +198,7 @@ def _expected(session: GateSession, subject: Subject) -> _Expected:
             watched = eager.run(
                 salted(prompts, f"routing-{number}"), routing=RoutingSetting(watch=True)
             )
-            found.ids.append(_ids(watched))
+            found.ids.append(chosen_ids(watched))
         session.kept[key] = found
     expected = session.kept[key]
     if not isinstance(expected, _Expected):
@@ -208,10 +208,6 @@ def _expected(session: GateSession, subject: Subject) -> _Expected:
 
 def _reversed(prompt: Prompt) -> Prompt:
     return Prompt(prompt.name, prompt.token_ids[::-1])
-
-
-def _ids(result: RunResult) -> tuple[IdArray, ...]:
-    return tuple(ids for step in result.steps for ids in step.expert_ids)
 
 
 def _compiled(session: GateSession, subject: Subject) -> PrefillEngine:
@@ -288,7 +284,7 @@ def _need_compiled_once(check: Check, result: RunResult) -> None:
 
 def _judge_serving(check: Check, result: RunResult, expected: tuple[IdArray, ...]) -> None:
     """The router's own ids, and the operator says so."""
-    found = _ids(result)
+    found = chosen_ids(result)
     check.need(
         len(found) == len(expected),
         f"the operator ran {len(found)} times, in the eager worker {len(expected)} times",
@@ -300,7 +296,7 @@ def _judge_serving(check: Check, result: RunResult, expected: tuple[IdArray, ...
 
 def _judge_profiling(check: Check, result: RunResult, expected: _Expected, batch: int) -> None:
     """Even ids in every layer, which the experts then really use."""
-    found = _ids(result)
+    found = chosen_ids(result)
     check.need(bool(found), "the operator did not run")
     for number, ids in enumerate(found):
         uneven = why_uneven(ids, experts_of(check.subject.model))

@@ -13,9 +13,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from afd_testkit.engines.base import IdArray
+from afd_testkit.engines.base import IdArray, RunResult
 
 _EXPERTS = ("num_experts", "n_routed_experts")  # Qwen3-MoE's name, DeepSeek's name
+
+
+def chosen_ids(run: RunResult) -> tuple[IdArray, ...]:
+    """[T, K] of each execution of the routing operator in a watched run, in order."""
+    return tuple(ids for step in run.steps for ids in step.expert_ids)
 
 
 def why_uneven(ids: IdArray, num_experts: int) -> str:

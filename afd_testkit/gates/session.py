@@ -24,6 +24,7 @@ from afd_testkit.engines.base import (
     SplitSetting,
     StepRecord,
     Topology,
+    told,
 )
 from afd_testkit.forced_balance import BALANCED
 from afd_testkit.gates.compare import Noise, NotComparable, compare, profile
@@ -208,9 +209,7 @@ class Check:
         """
         # An engine that started with the fault is faulty by itself.
         fault = None if engine.config.start_fault else self.session.fault
-        # Engines of other projects need not know of routing until it is asked for.
-        told = {} if routing == SERVING else {"routing": routing}
-        result = engine.run(prompts, split=split, fault=fault, **told)
+        result = engine.run(prompts, split=split, fault=fault, **told(routing))
         self.balance.extend(balances(result))
         if forced := forced_balance(result):  # said before it is judged, so that no record hides it
             self.facts[BALANCED] = self.facts.get(BALANCED, 0) + forced

@@ -17,7 +17,7 @@ from afd_plugin import errors
 from afd_plugin.connectors.loopback import LoopbackConnector
 from afd_plugin.errors import FusedCommunication, RoutingError, UnsupportedSetup
 from afd_plugin.payload import RoutingPayload
-from afd_plugin.remote_experts import AttentionSide
+from afd_plugin.remote_experts import AttentionSide, remote
 
 ConfigMaker = Callable[..., Any]
 InForce = Callable[[Any], AbstractContextManager[None]]
@@ -285,7 +285,7 @@ class Layer:
 
 @pytest.mark.parametrize("shared", [None, "shared experts"])
 def test_layers_are_native_again_afterwards(shared: object) -> None:
-    from afd_plugin.compat.ascend_experts import AscendExperts, remote
+    from afd_plugin.compat.ascend_experts import AscendExperts, seam
 
     class Answering(AttentionSide):
         def __call__(self, activation: Any, logits: Any) -> Any:
@@ -295,7 +295,7 @@ def test_layers_are_native_again_afterwards(shared: object) -> None:
     side = Answering(AscendExperts(layer, force_balance=False), LoopbackConnector(), gate_here=True)
 
     def fail() -> None:
-        with remote([side]):
+        with remote([side], seam):
             if shared is None:
                 assert layer.forward_impl("x", "logits") == "routed of x, logits"
                 assert layer.shared_forward_impl("x", "logits") == "native, shared"
@@ -313,7 +313,7 @@ def test_layers_are_native_again_afterwards(shared: object) -> None:
 
 
 def test_a_layer_of_another_engine_is_refused() -> None:
-    from afd_plugin.compat.ascend_experts import remote
+    from afd_plugin.compat.ascend_experts import seam
 
     side: Any = AttentionSide(
         SimpleNamespace(layer="layer"),  # type: ignore[arg-type]
@@ -322,6 +322,6 @@ def test_a_layer_of_another_engine_is_refused() -> None:
     )
     with (
         pytest.raises(RoutingError, match="SimpleNamespace is no layer of vLLM-Ascend's"),
-        remote([side]),
+        remote([side], seam),
     ):
         pass

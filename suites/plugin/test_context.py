@@ -10,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from afd_plugin.context import AttributeSlot, ScopeStack, current_stage, replaced, stage_scope
+from afd_plugin.context import (
+    AttributeSlot,
+    ScopeStack,
+    current_stage,
+    replaced,
+    shadowed,
+    stage_scope,
+)
 from afd_plugin.errors import AfdError, StateRestoreError
 
 pytestmark = pytest.mark.cpu
@@ -290,3 +297,26 @@ def test_stage_scope_whose_state_fails_on_enter(failing: int) -> None:
         f"-{i}" for i in reversed(range(failing))
     ]
     assert current_stage() is None
+
+
+@pytest.mark.parametrize("error", [None, ValueError("inside"), KeyboardInterrupt()])
+def test_a_shadowed_method_is_the_classs_own_again(error: BaseException | None) -> None:
+    class Layer:
+        def forward(self) -> str:
+            return "native"
+
+    layer = Layer()
+
+    def use() -> None:
+        with shadowed(layer, "forward", lambda: "other"):
+            assert layer.forward() == "other"
+            if error is not None:
+                raise error
+
+    if error is None:
+        use()
+    else:
+        with pytest.raises(type(error)):
+            use()
+    assert layer.forward() == "native"
+    assert vars(layer) == {}

@@ -13,7 +13,7 @@ import torch
 from afd_plugin import errors
 from afd_plugin.connectors.loopback import LoopbackConnector
 from afd_plugin.errors import RoutingError, UnsupportedSetup, UpstreamDrift
-from afd_plugin.remote_experts import AttentionSide
+from afd_plugin.remote_experts import AttentionSide, remote
 from afd_testkit.engines.base import EngineConfig, Prompt, RoutingSetting
 from afd_testkit.faults import CONTROL
 from afd_testkit.gates import external_routing
@@ -237,7 +237,7 @@ def side_of(runner: Runner) -> tuple[AttentionSide, list[Any]]:
 
 
 def test_layers_are_native_again_afterwards() -> None:
-    from afd_plugin.compat.vllm_experts import remote
+    from afd_plugin.compat.vllm_experts import seam
 
     runners = [Runner(), Runner()]
     sides = [side_of(runner) for runner in runners]
@@ -248,7 +248,7 @@ def test_layers_are_native_again_afterwards() -> None:
         pass
 
     def fail() -> None:
-        with remote([side for side, _ in sides]):
+        with remote([side for side, _ in sides], seam):
             for runner in runners:
                 assert runner._apply_quant_method(**arguments) == (None, x)
             raise Failed
@@ -272,11 +272,14 @@ def test_layers_are_native_again_afterwards() -> None:
     ids=["stream", "input"],
 )
 def test_shared_experts_of_another_kind_are_refused(more: dict[str, Any]) -> None:
-    from afd_plugin.compat.vllm_experts import remote
+    from afd_plugin.compat.vllm_experts import seam
 
     runner = Runner()
     side, seen = side_of(runner)
-    with remote([side]), pytest.raises(RoutingError, match="a stream of their own, or on an input"):
+    with (
+        remote([side], seam),
+        pytest.raises(RoutingError, match="a stream of their own, or on an input"),
+    ):
         runner._apply_quant_method(
             hidden_states=torch.ones(2, 3), router_logits=torch.zeros(2, 4), **more
         )
