@@ -10,16 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from afd_testkit.engines.base import Prompt, RunResult, SplitSetting
-from afd_testkit.gates.session import (
-    Check,
-    GateSession,
-    NotApplicable,
-    Subject,
-    need_split,
-    run_check,
-    salted,
-    variant,
-)
+from afd_testkit.gates.check import Check, NotApplicable, need_split, run_check
+from afd_testkit.gates.session import GateSession, Subject, salted, variant
 from afd_testkit.gates.workloads import USER
 from afd_testkit.results import CheckResult
 

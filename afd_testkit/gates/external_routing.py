@@ -23,17 +23,11 @@ from afd_testkit.engines.base import (
     SplitSetting,
 )
 from afd_testkit.faults import CONTROL
+from afd_testkit.gates.check import Check, NotApplicable, run_check
 from afd_testkit.gates.compare import Noise
 from afd_testkit.gates.every_rank import EveryRank
 from afd_testkit.gates.routing_ids import chosen_ids
-from afd_testkit.gates.session import (
-    Baseline,
-    Check,
-    GateSession,
-    NotApplicable,
-    Subject,
-    run_check,
-)
+from afd_testkit.gates.session import Baseline, GateSession, Subject
 from afd_testkit.gates.workloads import USER
 from afd_testkit.results import CheckResult
 

@@ -10,15 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from afd_testkit.engines.base import Prompt, RunResult, SplitSetting, StepRecord
-from afd_testkit.gates.session import (
-    Check,
-    GateSession,
-    Subject,
-    is_prefill,
-    need_split,
-    run_check,
-    variant,
-)
+from afd_testkit.gates.check import Check, need_split, run_check
+from afd_testkit.gates.realized import is_prefill
+from afd_testkit.gates.session import GateSession, Subject, variant
 from afd_testkit.gates.workloads import USER, Corpus
 from afd_testkit.results import CheckResult
 

@@ -24,17 +24,10 @@ from afd_testkit.engines.base import (
     SplitSetting,
 )
 from afd_testkit.forced_balance import BALANCED, GATE
+from afd_testkit.gates.check import Check, NotApplicable, run_check
 from afd_testkit.gates.routing_child import Answer, Guards, Order, ask
 from afd_testkit.gates.routing_ids import chosen_ids, experts_of, gated_inputs, why_uneven
-from afd_testkit.gates.session import (
-    Baseline,
-    Check,
-    GateSession,
-    NotApplicable,
-    Subject,
-    run_check,
-    salted,
-)
+from afd_testkit.gates.session import Baseline, GateSession, Subject, salted
 from afd_testkit.results import CheckResult
 
 NAME = GATE

@@ -10,16 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from afd_testkit.engines.base import Prompt, RunResult, SplitSetting, StepRecord
-from afd_testkit.gates.session import (
-    Check,
-    GateSession,
-    Subject,
-    defined_cut,
-    is_prefill,
-    need_split,
-    run_check,
-    salted,
-)
+from afd_testkit.gates.check import Check, need_split, run_check
+from afd_testkit.gates.realized import defined_cut, is_prefill
+from afd_testkit.gates.session import GateSession, Subject, salted
 from afd_testkit.gates.workloads import LENGTHS, USER
 from afd_testkit.results import CheckResult
 

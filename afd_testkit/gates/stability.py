@@ -13,16 +13,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from afd_testkit.engines.base import Prompt, RunResult, SplitSetting
+from afd_testkit.gates.check import Check, need_split, run_check
 from afd_testkit.gates.compare import Noise
-from afd_testkit.gates.session import (
-    Baseline,
-    Check,
-    GateSession,
-    Subject,
-    joined,
-    need_split,
-    run_check,
-)
+from afd_testkit.gates.session import Baseline, GateSession, Subject, joined
 from afd_testkit.gates.workloads import USER
 from afd_testkit.results import CheckResult, Comparison
 

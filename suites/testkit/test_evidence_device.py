@@ -14,7 +14,8 @@ from afd_testkit.evidence import (
     load_record,
     write_run,
 )
-from afd_testkit.gates.session import GateSession, Subject, progress_line, run_check
+from afd_testkit.gates.check import progress_line, run_check
+from afd_testkit.gates.session import GateSession, Subject
 from afd_testkit.own_code import Code, Relation
 from afd_testkit.provenance import Machine, Source
 from afd_testkit.results import CheckResult, Comparison, Outcome

@@ -18,8 +18,10 @@ from afd_testkit.engines.base import (
     StepRecord,
     Topology,
 )
+from afd_testkit.gates.check import Check
 from afd_testkit.gates.every_rank import RANK_DIFFERENCE, EveryRank
-from afd_testkit.gates.session import Check, GateSession, Requirement, Subject
+from afd_testkit.gates.realized import Requirement
+from afd_testkit.gates.session import GateSession, Subject
 
 pytestmark = pytest.mark.cpu
 

@@ -18,7 +18,8 @@ from afd_testkit.engines.base import (
 )
 from afd_testkit.engines.reference import ReferenceEngine
 from afd_testkit.gates.catalog import GATES
-from afd_testkit.gates.session import GateSession, Subject, expected_cut
+from afd_testkit.gates.realized import expected_cut
+from afd_testkit.gates.session import GateSession, Subject
 from afd_testkit.prompts import UserPrompt
 from afd_testkit.results import CheckResult, Outcome
 
