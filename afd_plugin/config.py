@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
@@ -133,13 +134,26 @@ class AFDConfig:
         if not isinstance(additional_config, Mapping):
             raise OptionTypeError(
                 f"additional_config is {additional_config!r} "
-                f"({type(additional_config).__name__}); it must be a mapping with an 'afd' entry."
+                f"({type(additional_config).__name__}); it must be a mapping with an 'afd' entry, "
+                'for example {"afd": {"async_moe_ubatching": true}}.'
             )
-        misspelt = [key for key in additional_config if str(key).lower() == "afd" and key != "afd"]
+        misspelt = [
+            key for key in additional_config if str(key).strip().lower() == "afd" and key != "afd"
+        ]
         if misspelt:
             raise UnknownOption(
                 f"additional_config has the key {misspelt[0]!r}; the options are read from 'afd'. "
-                "Write it in lower case."
+                "Write it in lower case and without spaces."
+            )
+        # Another plugin may well have a "connector" of its own; the other names are nobody else's.
+        ours = {option.name for option in fields(cls)} - {"connector"} | {EXTRA}
+        misplaced = [key for key in additional_config if key in ours]
+        if misplaced:
+            raise UnknownOption(
+                f"additional_config sets {', '.join(misplaced)} beside 'afd', where nothing reads "
+                f"them; the options are read from 'afd'. Move them into it: "
+                f'additional_config={{"afd": {{"{misplaced[0]}": '
+                f"{json.dumps(additional_config[misplaced[0]], default=repr)}}}}}."
             )
         return cls.from_options(additional_config.get("afd"))
 

@@ -2,6 +2,10 @@
 
 A registration lives as long as its ``torch.library.Library`` does.  Production keeps one for the
 life of the process; tests register the same definition into a library that they take down again.
+
+What torch gives out for an operator (the overload, its packet, compiled code) points to the
+registration without holding it: called after that has been taken down, it crashes the process,
+and so does torch's own.  Ask :attr:`OpDefinition.overload` at each call, and do not keep it.
 """
 
 from __future__ import annotations
@@ -17,14 +21,16 @@ from torch.library import Library, infer_schema
 from afd_plugin.errors import RoutingOpError
 
 Kernel = Callable[..., Any]
+# torch's names for the devices whose kernels count as such; a fake is no kernel of a device.
+DEVICE_KEYS = ("CPU", "CUDA", "XPU", "HPU", "MPS", "PrivateUse1")
 
 
 @dataclass(frozen=True)
 class OpDefinition:
-    """An operator ``namespace::name`` with its kernel for every device.
+    """An operator ``namespace::name`` with its kernel.
 
-    ``kernel``: its annotations give the schema.  ``mutates``: names of the arguments that it
-    writes.  ``fake``: same signature; checks and allocates, computes nothing.
+    ``kernel``: alike for every device; its annotations give the schema.  ``mutates``: names of the
+    arguments that it writes.  ``fake``: same signature; checks and allocates, computes nothing.
     """
 
     namespace: str
@@ -45,7 +51,10 @@ class OpDefinition:
 
     @property
     def overload(self) -> torch._ops.OpOverload:
-        """The registered operator.  Raises :class:`RoutingOpError` where there is none."""
+        """The registered operator, to be called now: it must not outlive the registration.
+
+        Raises :class:`RoutingOpError` where there is none.
+        """
         if not self.is_registered:
             raise RoutingOpError(
                 f"the operator {self.qualified_name} is not registered in this process. Register "
@@ -63,18 +72,32 @@ class OpDefinition:
             for schema in torch._C._jit_get_schemas_for_operator(self.qualified_name)
         )
 
-    def check_registered(self) -> None:
-        """Raises :class:`RoutingOpError` unless this very schema and a fake kernel are there."""
+    def check_registered(self, dispatch_key: str | None = None) -> None:
+        """Raises :class:`RoutingOpError` unless this very schema, a kernel and a fake are there.
+
+        ``dispatch_key``: torch's name of the device that must have a kernel, for example ``CPU``
+        or ``PrivateUse1``; if not given, some device must.  Which Python functions they are cannot
+        be asked.
+        """
+        name = self.qualified_name
         found = str(self.overload._schema)
         if found != self.schema:
             raise RoutingOpError(
-                f"{self.qualified_name} is registered in this process as {found}, but this package "
-                f"declares {self.schema}. Two versions of it are loaded; keep one."
+                f"{name} is registered in this process as {found}, but this package declares "
+                f"{self.schema}. Two versions of it are loaded; keep one."
             )
-        if not torch._C._dispatch_has_kernel_for_dispatch_key(self.qualified_name, "Meta"):
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
             raise RoutingOpError(
-                f"{self.qualified_name} is registered in this process without a fake kernel, and "
-                "cannot be compiled. Register the fake of its definition too."
+                f"{name} is registered in this process without a fake kernel, and cannot be "
+                "compiled. Register the fake of its definition too."
+            )
+        has = torch._C._dispatch_has_computed_kernel_for_dispatch_key
+        devices = [key for key in DEVICE_KEYS if has(name, key)]
+        if not (has(name, dispatch_key) if dispatch_key else devices):
+            raise RoutingOpError(
+                f"{name} is registered in this process with kernels for "
+                f"{', '.join(devices) or 'no device'}, and cannot be called on "
+                f"{dispatch_key or 'any'}. Register the kernel of its definition for it too."
             )
 
 
@@ -108,16 +131,19 @@ def take_down(library: Library) -> None:
     library._op_impls.clear()
 
 
-def register(definition: OpDefinition, registrar: Registrar = with_torch) -> Library:
+def register(
+    definition: OpDefinition, registrar: Registrar = with_torch, dispatch_key: str | None = None
+) -> Library:
     """Register ``definition`` in a new library, which the caller keeps alive.
 
-    Complete or raising: where any part fails, or the registrar leaves out the schema or the fake,
-    the whole is taken down again and the error surfaces as it was raised.
+    Complete or raising: where any part fails, or the registrar leaves out the schema, the fake or
+    the kernel (of ``dispatch_key``, see :meth:`OpDefinition.check_registered`), the whole is taken
+    down again and the error surfaces as it was raised.
     """
     library = Library(definition.namespace, "FRAGMENT")
     try:
         registrar(definition, library)
-        definition.check_registered()
+        definition.check_registered(dispatch_key)
     except BaseException:
         take_down(library)
         raise

@@ -54,7 +54,8 @@ class ExpertsBackend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """([R, K] weights, [R, K] ids) by the engine's own router and the routing operator.
 
-        ``logits``: what the gate gave already; ``None``: ask the gate.
+        ``logits``: what the gate gave already; ``None``: ask the gate.  Ids are int32, or int64
+        where the router gives nothing else; weights of a floating type.  No row is fine.
         """
         ...
 
@@ -94,7 +95,8 @@ class ExternalRoutingMoE:
         if routing.rows != activation.shape[0] or routing.layout != "batch":
             raise RoutingError(
                 f"{self._backend.layer}: {activation.shape[0]} rows came with the routing of "
-                f"{routing.rows} in layout {routing.layout!r}; each row needs its own, in 'batch'."
+                f"{routing.rows} in layout {routing.layout!r}; each row needs its own, in 'batch'. "
+                "Send the routing of these very rows, padding included, in the order of the batch."
             )
         with ScopeStack() as scopes:
             for scope in self._backend.scopes(activation):
@@ -167,13 +169,39 @@ class AttentionSide:
 def route(
     backend: ExpertsBackend, activation: torch.Tensor, logits: torch.Tensor | None
 ) -> RoutingPayload:
-    """The routing of every row of ``activation``, as it travels."""
+    """The routing of every row of ``activation``, as it travels.
+
+    Raises :class:`RoutingError` where the router gave something that would become other routing.
+    """
     weights, ids = backend.route(activation, logits)
+    if not weights.is_floating_point():
+        raise RoutingError(
+            f"{backend.layer}: the router gave weights of {weights.dtype}; they must be of a "
+            "floating type. Have the router give the experts' shares."
+        )
     return RoutingPayload(
-        ids=ids.to(torch.int32).contiguous(),
+        ids=_as_int32(backend.layer, ids).contiguous(),
         weights=weights.to(torch.float32).contiguous(),
         num_tokens=int(activation.shape[0]),
     )
+
+
+def _as_int32(layer: str, ids: torch.Tensor) -> torch.Tensor:
+    """``ids`` as they travel; int64 ones are looked at first, which waits for a device."""
+    if ids.dtype == torch.int32:
+        return ids
+    if ids.dtype != torch.int64:
+        raise RoutingError(
+            f"{layer}: the router gave expert ids of {ids.dtype}; allowed are torch.int32 and "
+            "torch.int64. Have the router number the experts."
+        )
+    outside = (ids < 0) | (ids >= 2**31)
+    if bool(outside.any()):
+        raise RoutingError(
+            f"{layer}: the router gave the expert id {int(ids[outside][0])}; allowed are 0 to "
+            f"{2**31 - 1}. Have the router number the experts from 0."
+        )
+    return ids.to(torch.int32)
 
 
 def make_connector(config: AFDConfig) -> Connector | None:

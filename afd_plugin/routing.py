@@ -9,11 +9,13 @@ gate's matrix product and top-k, stays in the compiled region.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import gcd
 
 import numpy as np
 import torch
@@ -40,10 +42,12 @@ class TokenHolders:
     expert_ranks: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.holder < self.holders or self.expert_ranks < 1:
+        whole = all(type(size) is int for size in (self.holder, self.holders, self.expert_ranks))
+        if not whole or not 0 <= self.holder < self.holders or self.expert_ranks < 1:
             raise RoutingError(
                 f"rank {self.holder} of {self.holders} holding tokens and {self.expert_ranks} "
-                "holding experts cannot be; allowed are 0 <= holder < holders and expert_ranks >= 1"
+                "holding experts cannot be; allowed are whole numbers with 0 <= holder < holders "
+                "and expert_ranks >= 1. Give rank and sizes of the process groups."
             )
 
 
@@ -51,12 +55,13 @@ class TokenHolders:
 class RoutingRuntime:
     """Where the running stack keeps what the operator reads each time it executes.
 
-    ``name`` says which place; equal names mean the same one.  ``in_profile_run``: the flag there,
-    which raises where it cannot be read.  ``ranks``: who holds tokens and experts.
+    ``name`` says which place.  ``in_profile_run``: the flag there, ``True`` or ``False``; it
+    raises where it cannot be read.  Two are of one place if both are equal.  ``ranks``: who holds
+    tokens and experts.
     """
 
     name: str
-    in_profile_run: Callable[[], bool] = field(compare=False)
+    in_profile_run: Callable[[], bool]
     ranks: Callable[[], TokenHolders] = field(compare=False)
 
 
@@ -83,11 +88,11 @@ def balanced_expert_ids(
 ) -> NDArray[np.int64]:
     """[num_tokens, top_k] ids in [0, num_experts), as even as whole assignments can be.
 
-    Experts are dealt in a cycle, one of each expert rank in turn; rank r of R holders begins a
-    fraction r / R into the cycle.  Over one rank's tokens the counts of any two experts, and of
-    any two expert ranks of equal size, differ by at most one; those of experts also over all ranks
-    with equally many tokens.  Over all ranks those of expert ranks may differ by more, where each
-    has few tokens and E / R is a multiple of the expert ranks: all then begin at the same rank.
+    Experts are dealt in a cycle, one of each expert rank in turn.  Holders with equally many
+    tokens deal one after the other: each begins where the one before it ends, so that all of them
+    together deal one run of the cycle.  The counts of any two experts, and of any two expert ranks
+    of equal size, then differ by at most one: over one holder's tokens, and over those of all.
+    Holders that deal whole cycles are even from any place on, and begin a fraction apart.
     A token's experts differ from each other.
 
     Raises :class:`RoutingError` for more experts a token than there are, or negative sizes.
@@ -95,11 +100,15 @@ def balanced_expert_ids(
     if num_tokens < 0 or not 0 <= top_k <= num_experts or num_experts < 1:
         raise RoutingError(
             f"{num_tokens} tokens cannot go to {top_k} of {num_experts} experts each; allowed are "
-            "0 or more tokens and 0 to num_experts experts a token"
+            "0 or more tokens and 0 to num_experts experts a token. Give the model's own numbers."
         )
     cycle = _expert_cycle(num_experts, holders.expert_ranks)
-    start = holders.holder * num_experts // holders.holders
-    places = (start + np.arange(num_tokens * top_k)) % num_experts
+    dealt = num_tokens * top_k
+    if dealt % num_experts:
+        start = holders.holder * dealt
+    else:
+        start = holders.holder * num_experts // holders.holders
+    places = (start + np.arange(dealt)) % num_experts
     ids: NDArray[np.int64] = cycle[places].reshape(num_tokens, top_k)
     return ids
 
@@ -128,6 +137,15 @@ class _Process:
     library: Library | None = None
     calls: RoutingCalls = RoutingCalls()
     watchers: list[Watcher] = field(default_factory=list)
+    counting: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, balanced: bool) -> None:
+        """One execution more; stages may run on threads of their own."""
+        with self.counting:
+            now = self.calls
+            self.calls = replace(
+                now, balanced=now.balanced + balanced, natural=now.natural + (not balanced)
+            )
 
 
 _process = _Process()
@@ -135,10 +153,23 @@ _process = _Process()
 _profiling: ContextVar[bool] = ContextVar("afd_profiling", default=False)
 
 
+def _boolean(place: str, value: object) -> bool:
+    """``value``, which must be ``True`` or ``False``: whatever else it is, nothing is guessed."""
+    if not isinstance(value, bool):
+        raise RoutingOpError(
+            f"whether the model is being profiled is {value!r} ({type(value).__name__}) in the "
+            f"{place}; it must be True or False. Set it to one of them."
+        )
+    return value
+
+
 @contextmanager
 def profile_run(enabled: bool = True) -> Generator[None, None, None]:
-    """The context variable says inside that the model is being profiled (or is not)."""
-    token = _profiling.set(enabled)
+    """The context variable says inside that the model is being profiled (or is not).
+
+    Raises :class:`RoutingOpError` for anything but ``True`` or ``False``.
+    """
+    token = _profiling.set(_boolean("profile_run", enabled))
     try:
         yield
     finally:
@@ -170,39 +201,55 @@ def _check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
     if topk_ids.dim() != 2 or topk_ids.dtype not in ID_DTYPES:
         raise RoutingError(
             f"topk_ids is {list(topk_ids.shape)} of {topk_ids.dtype}; it must be "
-            "[tokens, experts a token] of torch.int32 or torch.int64"
+            "[tokens, experts a token] of torch.int32 or torch.int64. Reshape or convert it first"
         )
     if num_experts < 1 or topk_ids.shape[1] > num_experts:
         raise RoutingError(
             f"topk_ids gives each token {topk_ids.shape[1]} experts of {num_experts}; num_experts "
-            "is the number of logical experts and must be at least as large"
+            "is the number of logical experts and must be at least as large. Give the router's own"
+        )
+
+
+def _check_places(topk_ids: torch.Tensor) -> None:
+    """Raises :class:`RoutingError` where two ids are one place of memory."""
+    (rows, columns), (down, right) = topk_ids.shape, topk_ids.stride()
+    if rows == 0 or columns == 0:
+        return
+    # A step of i rows down and j columns left comes back to its place where i * down = j * right,
+    # first for the i and j below; a stride of nothing comes back at once.
+    common = gcd(down, right) or 1
+    meets = right // common < rows and down // common < columns
+    if (rows > 1 and down == 0) or (columns > 1 and right == 0) or (down and right and meets):
+        raise RoutingError(
+            f"topk_ids of shape {list(topk_ids.shape)} have strides {[down, right]}, so that "
+            "several ids share their memory and cannot be written one by one. Call contiguous() "
+            "on them first."
         )
 
 
 def afd_balance_routing_ids_(topk_ids: torch.Tensor, num_experts: int, force_balance: bool) -> None:
     """Spread ``topk_ids`` evenly in place if forced or profiling; otherwise not a bit changes.
 
-    ``topk_ids``: [tokens, experts a token] logical expert ids, int32 or int64, any strides.
-    ``num_experts``: logical experts.  The profile flag is read here, when the operator executes.
+    ``topk_ids``: [tokens, experts a token] logical expert ids, int32 or int64, of any strides by
+    which each has a place of its own.  ``num_experts``: logical experts.  The profile flag is read
+    here, when the operator executes, and before anything is written.
     Raises :class:`RoutingError`, or :class:`RoutingOpError` where no runtime is bound.
     """
     _check_ids(topk_ids, num_experts)
+    _check_places(topk_ids)
     runtime = _process.runtime
     if runtime is None:
         raise RoutingOpError(
             "the routing operator was called before a runtime was bound to it. Start the AFD "
             "worker, or call afd_plugin.routing.register_routing_op(script_runtime())."
         )
-    balanced = force_balance or runtime.in_profile_run()
+    balanced = force_balance or _boolean(runtime.name, runtime.in_profile_run())
     if balanced:
         tokens, top_k = topk_ids.shape
         ids = balanced_expert_ids(tokens, top_k, num_experts, runtime.ranks())
         topk_ids.copy_(torch.from_numpy(ids))
-    calls = _process.calls
-    _process.calls = replace(
-        calls, balanced=calls.balanced + balanced, natural=calls.natural + (not balanced)
-    )
-    for watcher in _process.watchers:
+    _process.count(balanced)
+    for watcher in tuple(_process.watchers):
         watcher(topk_ids, balanced)
 
 
@@ -220,11 +267,14 @@ ROUTING_OP = OpDefinition(
 
 
 def register_routing_op(
-    runtime: RoutingRuntime | None = None, registrar: Registrar = with_torch
+    runtime: RoutingRuntime | None = None,
+    registrar: Registrar = with_torch,
+    dispatch_key: str | None = None,
 ) -> None:
     """Register the operator once in this process and bind ``runtime`` to it.
 
     ``runtime``: where the flag is; if not given, the one in force or :func:`script_runtime`.
+    ``dispatch_key``: torch's name of the device that must have a kernel; if not given, some must.
     Called again it registers nothing.  The place of the flag must then be the one in force, since
     one process serves one stack; ranks are those of the latest call, as of an engine started after
     another.
@@ -233,13 +283,14 @@ def register_routing_op(
     runtime = runtime or _process.runtime or script_runtime()
     bound = _process.runtime
     if bound is not None and bound != runtime:
+        other = runtime.name if runtime.name != bound.name else f"{runtime.name} by another reader"
         raise RoutingOpError(
             f"the routing operator reads its flag from the {bound.name} in this process; it cannot "
-            f"also read the {runtime.name}. Use one stack a process."
+            f"also read the {other}. Use one stack a process."
         )
     if not ROUTING_OP.is_registered:
-        _process.library = register(ROUTING_OP, registrar)
-    ROUTING_OP.check_registered()
+        _process.library = register(ROUTING_OP, registrar, dispatch_key)
+    ROUTING_OP.check_registered(dispatch_key)
     _process.runtime = runtime
 
 

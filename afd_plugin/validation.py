@@ -42,7 +42,7 @@ class Setup:
     ``uncovered_options``: options of the engine that are on and that no gate covers.
     ``quantization``: the model's own scheme.  ``fused_communication``: experts' communication and
     computation are one operator.  ``routes_through_op``: the engine's own layers call the
-    routing operator.
+    routing operator, in this package's runner.
     """
 
     prefill_context_parallel_size: int
@@ -183,6 +183,11 @@ _ALWAYS = (
             and not s.routes_through_op
             and not (c.compute_gate_on_attention and c.connector != "none")
         ),
+        _off,
+    ),
+    _Check(
+        e.BalancedRoutingModelRunnerV2,
+        lambda s, c: c.force_balanced_routing and s.model_runner_v2,
         _off,
     ),
 )

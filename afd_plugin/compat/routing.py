@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch.library import Library
 from vllm import envs
 from vllm.config import VllmConfig
@@ -13,7 +14,12 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from afd_plugin.errors import RoutingOpError, UnknownProfileFlag
+from afd_plugin.errors import (
+    BalancedRoutingInKernel,
+    BalancedRoutingWithoutExperts,
+    RoutingOpError,
+    UnknownProfileFlag,
+)
 from afd_plugin.ops import OpDefinition
 from afd_plugin.routing import (
     ROUTING_OP,
@@ -54,19 +60,28 @@ def _missing(place: str) -> RoutingOpError:
 
 
 def flag_of_context() -> bool:
-    """From an attribute of the forward context: vLLM-Ascend's first model runner."""
+    """From an attribute of the forward context: vLLM-Ascend's first model runner.
+
+    As it stands there; the operator refuses what is neither ``True`` nor ``False``.
+    """
+    context = _context()
     try:
-        return bool(_context().in_profile_run)
+        flag: bool = context.in_profile_run
     except AttributeError as error:
         raise _missing("attributes") from error
+    return flag
 
 
 def flag_of_additional_kwargs() -> bool:
-    """From the forward context's ``additional_kwargs``: vLLM-Ascend's Model Runner V2."""
+    """From the forward context's ``additional_kwargs``: vLLM-Ascend's Model Runner V2.
+
+    As it stands there, see :func:`flag_of_context`.
+    """
     kwargs = _context().additional_kwargs
     if _FLAG not in kwargs:
         raise _missing("additional_kwargs")
-    return bool(kwargs[_FLAG])
+    flag: bool = kwargs[_FLAG]
+    return flag
 
 
 def runtime_of(vllm_config: VllmConfig) -> RoutingRuntime:
@@ -94,28 +109,48 @@ def runtime_of(vllm_config: VllmConfig) -> RoutingRuntime:
 
 
 def register_for(vllm_config: VllmConfig) -> None:
-    """Register the operator for the stack of this process; once, complete or raising."""
-    register_routing_op(runtime_of(vllm_config), with_vllm)
+    """Register the operator for the stack of this process; once, complete or raising.
+
+    Complete is with a kernel for the device that the platform computes on.
+    """
+    register_routing_op(runtime_of(vllm_config), with_vllm, current_platform.dispatch_key)
 
 
-def route_through_op(routers: Iterable[Any], force_balance: bool) -> None:
+def route_through_op(runners: Iterable[Any], force_balance: bool) -> None:
     """The ids of every router pass through the operator, before they are mapped to replicas.
 
-    The seam is vLLM's own capture callback, which sees logical ids inside ``select_experts``;
-    a callback that is already there is called first.
+    ``runners``: vLLM's ``MoERunner`` of each layer of the loaded model.  The seam is vLLM's own
+    capture callback, which sees logical ids inside ``select_experts``; a callback that is already
+    there is called first.
+    Raises :class:`BalancedRoutingWithoutExperts` or :class:`BalancedRoutingInKernel` where
+    ``force_balance`` would balance nothing.
     """
-    for router in routers:
+    runners = list(runners)
+    if force_balance:
+        _check_balanced(runners)
+    for router in (runner.router for runner in runners):
         router.set_capture_fn(_hook(router.capture_fn, router.global_num_experts, force_balance))
+
+
+def _check_balanced(runners: Sequence[Any]) -> None:
+    if not runners:
+        raise BalancedRoutingWithoutExperts(0)
+    methods = [runner.routed_experts.quant_method for runner in runners]
+    kernels = {type(method).__name__ for method in methods if method.is_monolithic}
+    if kernels:
+        raise BalancedRoutingInKernel(", ".join(sorted(kernels)))
 
 
 def _hook(before: Any, num_experts: int, force_balance: bool) -> Any:
     # Looked up here, since models are compiled with the callback inside: whether an operator is
-    # registered cannot be asked in code that the compiler traces.
-    balance = ROUTING_OP.overload
+    # registered cannot be asked in code that the compiler traces.  Elsewhere it is asked at each
+    # call, since the overload crashes once the registration is gone.
+    traced = ROUTING_OP.overload
 
     def capture(topk_ids: Any) -> None:
         if before is not None:
             before(topk_ids)
+        balance = traced if torch.compiler.is_compiling() else ROUTING_OP.overload
         balance(topk_ids, num_experts, force_balance)
 
     return capture

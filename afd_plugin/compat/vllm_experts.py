@@ -41,13 +41,18 @@ class VllmExperts:
     def route(
         self, activation: torch.Tensor, logits: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By vLLM's router, which calls the routing operator."""
+        """By vLLM's router, which calls the routing operator.
+
+        Its grouped top-k cannot be asked about no rows: there the operator is called alone.
+        """
         method = self.runner.routed_experts.quant_method
         if method.is_monolithic:
             raise RoutingError(
                 f"{self.layer}: the kernel of {type(method).__name__} routes by itself and takes "
                 "no routing. Set connector to 'none'."
             )
+        if activation.shape[0] == 0:
+            return self._no_rows(activation.device, method.topk_indices_dtype or torch.int32)
         if logits is None:
             logits, _ = self.runner.gate(activation)
         weights, ids = self.runner.router.select_experts(
@@ -57,6 +62,16 @@ class VllmExperts:
             input_ids=None,
         )
         return weights, ids
+
+    def _no_rows(
+        self, device: torch.device, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """([0, K] weights, [0, K] ids), seen by whoever sees the router's ids."""
+        router = self.runner.router
+        ids = torch.empty(0, router.top_k, dtype=dtype, device=device)
+        if router.capture_fn is not None:
+            router.capture_fn(ids)
+        return torch.empty(0, router.top_k, dtype=torch.float32, device=device), ids
 
     def shared(self, activation: torch.Tensor) -> torch.Tensor | None:
         """By vLLM's own object; its slot is emptied at once, whatever fails later."""

@@ -18,6 +18,8 @@ Handler = Callable[[torch.Tensor, RoutingPayload | None], torch.Tensor]
 class TransferCounts:
     """What really travelled since the connector was made, attention side to experts' side.
 
+    A call that arrives counts whatever the experts then make of it: when they fail and are called
+    again, it travels twice.  One that cannot arrive does not count.
     ``calls``: one a layer and step.  ``payloads``: those that had routing with them.
     ``tokens``: rows of all activations.  ``payload_bytes``: of the routing, headers included.
     ``activation_bytes``: of the activations.

@@ -35,7 +35,7 @@ class AFDCPUModelRunner(TwoStageRunnerMixin, CPUModelRunner):  # type: ignore[mi
         super().load_model(load_dummy_weights)
         layers = self.compilation_config.static_forward_context.values()
         route_through_op(
-            (layer.router for layer in layers if isinstance(layer, MoERunner)),
+            (layer for layer in layers if isinstance(layer, MoERunner)),
             self.afd_config.force_balanced_routing,
         )
         self.afd_connect(vllm_experts.backends_of(layers), vllm_experts.seam)

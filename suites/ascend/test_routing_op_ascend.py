@@ -111,12 +111,12 @@ def test_the_second_runner_keeps_it_in_additional_kwargs(
     from vllm.forward_context import set_forward_context
     from vllm_ascend.ascend_forward_context import override_mrv2_in_profile_run
 
-    from afd_plugin.compat.routing import register_for
+    from afd_plugin.compat.routing import flag_of_additional_kwargs, register_for
 
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     register_for(groups)
     assert routing._process.runtime == RoutingRuntime(
-        "forward context's kwargs", lambda: True, TokenHolders
+        "forward context's kwargs", flag_of_additional_kwargs, TokenHolders
     )
     with set_forward_context(None, groups, 16):
         found = [balances()]

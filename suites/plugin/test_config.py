@@ -188,10 +188,25 @@ def test_more_than_two_stages_has_a_class_of_its_own(
     assert type(caught.value) is kind
 
 
-@pytest.mark.parametrize("key", ["AFD", "Afd"])
+@pytest.mark.parametrize("key", ["AFD", "Afd", "afd ", " afd", "AFD\t"])
 def test_options_under_a_misspelt_key_are_not_silently_ignored(key: str) -> None:
-    with pytest.raises(UnknownOption, match=f"'{key}'.*'afd'"):
+    with pytest.raises(UnknownOption) as caught:
         AFDConfig.from_additional_config({key: {"async_moe_ubatching": True}})
+    assert f"the key {key!r}; the options are read from 'afd'. Write it" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*sorted(set(DEFAULTS) - {"connector"}), "connector_extra_config"])
+@pytest.mark.parametrize("beside", [{}, {"afd": {"async_moe_ubatching": True}}], ids=["", "afd"])
+def test_options_beside_the_entry_are_not_silently_ignored(name: str, beside: Any) -> None:
+    with pytest.raises(UnknownOption) as caught:
+        AFDConfig.from_additional_config({**beside, "other": 1, name: True})
+    text = str(caught.value)
+    assert f"additional_config sets {name} beside 'afd', where nothing reads them" in text
+    assert text.endswith(f'Move them into it: additional_config={{"afd": {{"{name}": true}}}}.')
+
+
+def test_what_others_may_well_call_so_is_theirs() -> None:
+    assert AFDConfig.from_additional_config({"connector": "x", "split": 1, 3: 4}) == AFDConfig()
 
 
 EXTRA = "connector_extra_config"

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 
+from afd_plugin.connectors import loopback
 from afd_plugin.connectors.base import TransferCounts
 from afd_plugin.connectors.loopback import LoopbackConnector
-from afd_plugin.errors import RoutingError
+from afd_plugin.errors import RoutingError, RoutingPayloadError
 from afd_plugin.payload import HEADER_BYTES, RoutingPayload
 
 pytestmark = pytest.mark.cpu
+
+Collide = Callable[[ModuleType, list[Callable[[], None]]], None]
 
 
 def routing(rows: int) -> RoutingPayload:
@@ -57,6 +64,17 @@ def test_the_sides_share_no_memory() -> None:
     assert torch.equal(payload.weights, routing(3).weights)
 
 
+def test_nor_does_the_answer() -> None:
+    """Neither with what was sent, nor with a buffer of the experts that they use again."""
+    connector, buffer = LoopbackConnector(), torch.zeros(1, 3)
+    connector.serve("static", lambda activation, payload: buffer.copy_(activation))
+    first = connector.exchange("static", torch.ones(1, 3), None)
+    second = connector.exchange("static", torch.full((1, 3), 2.0), None)
+    second.fill_(7)
+    assert first.tolist() == [[1.0] * 3]
+    assert buffer.tolist() == [[2.0] * 3]
+
+
 def test_without_routing_none_arrives() -> None:
     connector, seen = LoopbackConnector(), []
 
@@ -94,6 +112,31 @@ def test_a_call_that_fails_has_travelled() -> None:
     assert connector.counts.calls == 1
 
 
+def test_a_call_that_cannot_arrive_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    connector, seen = LoopbackConnector(), []
+    connector.serve("layer", lambda activation, payload: seen.append(payload))
+    whole = RoutingPayload.pack
+    monkeypatch.setattr(RoutingPayload, "pack", lambda self: whole(self)._replace(header=b""))
+    with pytest.raises(RoutingPayloadError, match="the header has 0 bytes"):
+        connector.exchange("layer", torch.ones(3, 4), routing(3))
+    assert seen == []
+    assert connector.counts == TransferCounts()
+
+
+def test_calls_from_several_threads_are_all_counted(collide: Collide) -> None:
+    connector, calls, threads = LoopbackConnector(), 3, 4
+    connector.serve("layer", lambda activation, payload: activation)
+    sent = torch.ones(2, 3)
+
+    def call() -> None:
+        for _ in range(calls):
+            connector.exchange("layer", sent, None)
+
+    collide(loopback, [call] * threads)
+    total = calls * threads
+    assert connector.counts == TransferCounts(total, 0, 2 * total, 0, 2 * 3 * 4 * total)
+
+
 def test_layers_are_served_once_and_known() -> None:
     connector = LoopbackConnector()
     with pytest.raises(RoutingError, match="nobody serves layer 'a'; served are none"):
@@ -107,10 +150,35 @@ def test_layers_are_served_once_and_known() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [torch.ones(2, 4), torch.ones(3, 4).double(), torch.ones(3, 5)], ids=str
+    "answer",
+    [
+        torch.ones(2, 4),
+        torch.ones(3, 4).double(),
+        torch.ones(3, 5),
+        torch.ones(3, 4, device="meta"),
+        None,
+        (torch.ones(3, 4),),
+    ],
+    ids=["rows", "dtype", "columns", "device", "none", "tuple"],
 )
-def test_an_answer_of_another_kind_is_refused(answer: torch.Tensor) -> None:
+def test_an_answer_of_another_kind_is_refused(answer: Any) -> None:
     connector = LoopbackConnector()
     connector.serve("layer", lambda activation, payload: answer)
     with pytest.raises(RoutingError, match=r"experts of layer answered .*both must be alike"):
         connector.exchange("layer", torch.ones(3, 4), None)
+
+
+@pytest.mark.parametrize("sent", [torch.tensor(1.0), torch.ones(3), torch.ones(1, 2, 3)], ids=str)
+def test_an_activation_that_is_no_rows_is_refused(sent: torch.Tensor) -> None:
+    connector = LoopbackConnector()
+    connector.serve("layer", lambda activation, payload: activation)
+    with pytest.raises(RoutingError, match=r"sent to layer is \[.*must be \[rows, hidden size\]"):
+        connector.exchange("layer", sent, None)
+    assert connector.counts.calls == 0
+
+
+def test_a_handler_that_cannot_be_called_is_refused() -> None:
+    connector = LoopbackConnector()
+    with pytest.raises(RoutingError, match="handler of layer 'a' is None, which cannot be called"):
+        connector.serve("a", None)  # type: ignore[arg-type]
+    connector.serve("a", lambda activation, payload: activation)

@@ -36,7 +36,11 @@ def drawn() -> dict[str, tuple[str | None, bool]]:
 
 def existing() -> dict[str, type[AfdError]]:
     classes = inspect.getmembers(errors, inspect.isclass)
-    return {name: cls for name, cls in classes if cls.__module__ == errors.__name__}
+    return {name: cls for name, cls in classes if cls.__module__.startswith(f"{errors.__name__}.")}
+
+
+def test_every_error_can_be_imported_from_one_place() -> None:
+    assert set(errors.__all__) == set(existing())
 
 
 def test_the_drawing_is_complete() -> None:

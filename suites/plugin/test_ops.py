@@ -170,6 +170,11 @@ def forgets_the_fake(definition: OpDefinition, library: Library) -> None:
     library.impl(definition.name, definition.kernel, "CPU")
 
 
+def forgets_the_kernel(definition: OpDefinition, library: Library) -> None:
+    library.define(definition.schema.removeprefix(f"{definition.namespace}::"))
+    torch.library.register_fake(definition.qualified_name, definition.fake, lib=library)
+
+
 def declares_no_mutation(definition: OpDefinition, library: Library) -> None:
     with_torch(replace(definition, mutates=()), library)
 
@@ -179,6 +184,7 @@ def declares_no_mutation(definition: OpDefinition, library: Library) -> None:
     [
         (does_nothing, "is not registered in this process"),
         (forgets_the_fake, "without a fake kernel, and cannot be compiled"),
+        (forgets_the_kernel, "with kernels for no device, and cannot be called on any"),
         (declares_no_mutation, r"as afd_ops_test::add_\(Tensor out, .*but this package declares"),
     ],
 )
@@ -186,6 +192,26 @@ def test_a_registrar_that_leaves_something_out(registrar: Registrar, said: str) 
     with pytest.raises(RoutingOpError, match=said):
         register(ADD, registrar)
     assert is_gone(ADD)
+
+
+def only_for_the_cpu(definition: OpDefinition, library: Library) -> None:
+    forgets_the_kernel(definition, library)
+    library.impl(definition.name, definition.kernel, "CPU")
+
+
+def test_the_device_that_is_asked_for_must_have_the_kernel() -> None:
+    said = "with kernels for CPU, and cannot be called on PrivateUse1. Register the kernel of"
+    with pytest.raises(RoutingOpError, match=said):
+        register(ADD, only_for_the_cpu, "PrivateUse1")
+    assert is_gone(ADD)
+    library = register(ADD, only_for_the_cpu, "CPU")
+    ADD.check_registered()
+    with pytest.raises(RoutingOpError, match=said):
+        ADD.check_registered("PrivateUse1")
+    take_down(library)
+    library = register(ADD, with_torch, "PrivateUse1")  # alike for every device
+    ADD.check_registered("CPU")
+    take_down(library)
 
 
 def test_a_namespace_that_torch_keeps_to_itself() -> None:

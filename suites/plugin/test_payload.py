@@ -79,6 +79,10 @@ WEIGHTS = torch.zeros(4, 2)
         ({"logits": torch.zeros(4, 8, device="meta")}, "logits are on meta"),
         ({"num_tokens": 5}, "num_tokens is 5; allowed are 0 to the 4 rows"),
         ({"num_tokens": -1}, "num_tokens is -1"),
+        ({"num_tokens": 2.5}, "num_tokens is 2.5; allowed are 0 to the 4 rows. Give how many"),
+        ({"num_tokens": True}, "num_tokens is True"),
+        ({"ids": [[1, 2]]}, "ids are list; give a torch.Tensor"),
+        ({"weights": None}, "weights are NoneType"),
         ({"layout": "tokens"}, "layout is 'tokens'; allowed are 'batch', 'experts'"),
         ({"layout": "experts"}, "these name 2 experts; use layout 'batch'"),
     ],
@@ -90,6 +94,14 @@ def test_what_is_refused(changed: dict[str, Any], said: str) -> None:
         RoutingPayload(**given)
     assert said in str(caught.value)
     assert isinstance(caught.value, RoutingError)
+
+
+def test_two_payloads_are_compared_by_who_they_are() -> None:
+    """Tensors have no one answer to whether they are equal; comparing must not raise."""
+    one = payload()
+    assert one == one
+    assert one != payload()
+    assert len({one, one}) == 1
 
 
 def test_padding_has_weight_zero_and_experts_that_differ_and_is_not_counted() -> None:
@@ -186,6 +198,9 @@ def header(*values: Any) -> bytes:
         (header(b"AFDR", 1, 0, 0, 5, 6, 2, 0), "num_tokens is 6"),
         (header(b"AFDR", 1, 1, 0, 5, 5, 2, 0), "rows by experts are single assignments"),
         (header(b"AFDR", 1, 0, 0, 2**63, 0, 2, 0), "the buffer of ids has 40 bytes"),
+        (header(b"AFDR", 1, 0, 0, 2**64 - 1, 0, 0, 0), "the header has 0 experts a token"),
+        (header(b"AFDR", 1, 0, 0, 5, 5, 2, 7), "logits of type 0 for 7 experts"),
+        (header(b"AFDR", 1, 0, 1, 5, 5, 2, 0), "logits of type 1 for 0 experts"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -193,6 +208,21 @@ def test_headers_that_are_refused(bytes_: bytes, said: str) -> None:
     with pytest.raises(RoutingPayloadError) as caught:
         unpack(bytes_, payload(5, 2).pack().buffers)
     assert said in str(caught.value)
+
+
+def test_a_header_of_bytes_of_any_kind_and_of_nothing_else() -> None:
+    packed = payload(5, 2).pack()
+    for kind in (bytes, bytearray, memoryview):
+        assert torch.equal(unpack(kind(packed.header), packed.buffers).ids, payload(5, 2).ids)
+    for other in ("x" * HEADER_BYTES, [0] * HEADER_BYTES, None):
+        with pytest.raises(RoutingPayloadError, match=f"the header is {type(other).__name__}"):
+            unpack(other, packed.buffers)  # type: ignore[arg-type]
+
+
+def test_a_buffer_that_is_no_tensor() -> None:
+    packed = payload(5, 2).pack()
+    with pytest.raises(RoutingPayloadError, match="the buffer of weights is bytes; give a torch"):
+        unpack(packed.header, [packed.buffers[0], bytes(40)])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("place", range(HEADER_BYTES))
@@ -271,6 +301,16 @@ def test_ids_outside_of_the_experts_have_no_order(expert: int) -> None:
 def test_ranks_that_do_not_exist_hold_nothing() -> None:
     with pytest.raises(RoutingPayloadError, match=r"held by ranks \[0, 2\]; allowed are 0 to 1"):
         expert_order(payload(), [0] * 7 + [2], 2)
+    with pytest.raises(RoutingPayloadError, match=r"held by ranks \[0.9, 1.9\].*whole numbers"):
+        expert_order(payload(), [0.9] * 4 + [1.9] * 4, 2)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize(("holders", "ranks"), [([], 2), ([0, 0], 0)])
+def test_nothing_that_could_hold_them(rows: int, holders: list[int], ranks: int) -> None:
+    said = f"{len(holders)} experts on {ranks} ranks hold nothing; there must be 1 or more of each"
+    with pytest.raises(RoutingPayloadError, match=said):
+        expert_order(payload(rows), holders, ranks)
 
 
 def test_rows_that_are_not_all_back() -> None:
@@ -305,7 +345,33 @@ def test_every_id_is_exact_as_a_float() -> None:
             as_rows(sent, experts)
 
 
-@pytest.mark.parametrize("rows", [torch.zeros(2, 3), torch.zeros(2, 4).double(), torch.zeros(4)])
+@pytest.mark.parametrize("expert", [-1, 8, 9, 2**31 - 1, -(2**31)])
+def test_what_is_no_expert_does_not_travel_as_one(expert: int) -> None:
+    ids = torch.tensor([[0, 1], [2, expert]], dtype=torch.int32)
+    sent = RoutingPayload(ids=ids, weights=torch.zeros(2, 2), num_tokens=2)
+    with pytest.raises(RoutingPayloadError, match=f"row 1 goes to expert {expert}; allowed are 0"):
+        as_rows(sent, 8)
+
+
+@pytest.mark.parametrize(
+    "number", [0.5, -1.0, 8.0, 1e20, float("nan"), float("inf"), -float("inf"), 7.9999995]
+)
+def test_numbers_that_name_no_expert_do_not_become_one(number: float) -> None:
+    rows = torch.tensor([[0.5, 0.5, 1.0, 2.0], [0.5, 0.5, 3.0, number]])
+    with pytest.raises(RoutingPayloadError, match=r"row 1 names .* as its expert 1; allowed are w"):
+        from_rows(rows, 8)
+
+
+def test_rows_of_more_experts_than_there_are() -> None:
+    with pytest.raises(RoutingPayloadError, match=r"1 experts cannot be .* rows that name 2"):
+        from_rows(torch.zeros(2, 4), 1)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [torch.zeros(2, 3), torch.zeros(2, 4).double(), torch.zeros(4), torch.zeros(2, 0)],
+    ids=lambda rows: f"{list(rows.shape)} of {rows.dtype}",
+)
 def test_rows_that_are_no_routing(rows: torch.Tensor) -> None:
     with pytest.raises(RoutingPayloadError, match="rows are"):
         from_rows(rows, 8)

@@ -29,6 +29,7 @@ from afd_plugin.remote_experts import (
     connect,
     describe_placement,
     make_connector,
+    route,
 )
 from afd_testkit.ranks import Rank, run_ranks
 
@@ -194,6 +195,55 @@ def test_wider_routing_is_narrowed_to_what_travels() -> None:
     x = np.random.default_rng(2).standard_normal((5, HIDDEN)) * 0.5
     side, _ = sides(Wide(weights), gate_here=True)
     agrees(side(torch.from_numpy(x).float(), None)[1], reference(weights, x)[1])
+
+
+class Giving(ToyExperts):
+    """Whose router gives these ids, and weights of one."""
+
+    def __init__(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> None:
+        super().__init__(Weights())
+        self.ids = ids
+        self.shares = torch.ones(ids.shape) if weights is None else weights
+
+    def route(
+        self, activation: torch.Tensor, logits: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.shares, self.ids
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_ids_of_either_width_travel_as_int32(dtype: torch.dtype) -> None:
+    largest = 2**31 - 1
+    given = torch.tensor([[0, largest], [3, 1]], dtype=dtype)
+    got = route(Giving(given, torch.ones(2, 2).bfloat16()), torch.ones(2, HIDDEN), None)
+    assert got.ids.dtype == torch.int32
+    assert got.ids.tolist() == [[0, largest], [3, 1]]
+    assert got.weights.dtype == torch.float32
+    assert got.weights.tolist() == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("expert", [2**31, 2**32 + 1, 2**63 - 1, -1, -(2**40)])
+def test_wider_ids_are_not_wrapped(expert: int) -> None:
+    backend = Giving(torch.tensor([[0, 1], [2, expert]]))
+    with pytest.raises(RoutingError, match=rf"layer: .* expert id {expert}; allowed are 0 to 21"):
+        route(backend, torch.ones(2, HIDDEN), None)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int16, torch.uint8], ids=str
+)
+def test_ids_that_are_no_ids_are_not_rounded(dtype: torch.dtype) -> None:
+    with pytest.raises(RoutingError, match=f"layer: .* expert ids of {dtype}; allowed are torch.i"):
+        route(Giving(torch.ones(2, 2, dtype=dtype)), torch.ones(2, HIDDEN), None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64], ids=str)
+def test_weights_that_are_no_shares(dtype: torch.dtype) -> None:
+    ids = torch.zeros(2, 2, dtype=torch.int32)
+    with pytest.raises(
+        RoutingError, match=f"layer: .* weights of {dtype}; they must be of a float"
+    ):
+        route(Giving(ids, torch.ones(2, 2, dtype=dtype)), torch.ones(2, HIDDEN), None)
 
 
 # --- refused --------------------------------------------------------------------------------

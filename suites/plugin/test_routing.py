@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
+from functools import partial
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +40,7 @@ from afd_testkit.library import OpLibrary, compiling
 
 pytestmark = pytest.mark.cpu
 
+Collide = Callable[[ModuleType, list[Callable[[], None]]], None]
 DTYPES = (torch.int32, torch.int64)
 
 
@@ -114,16 +119,66 @@ def test_each_rank_spreads_its_own_tokens_evenly(shape: tuple[int, int, int, int
             assert len(set(row)) == top_k
 
 
+def assert_even_together(tokens: int, top_k: int, experts: int, holders: int, ranks: int) -> None:
+    """Over all holders, each with as many tokens: experts, and expert ranks of equal size."""
+    owner = np.array([rank_of(expert, experts, ranks) for expert in range(experts)])
+    of_experts = np.zeros(experts, dtype=int)
+    for holder in range(holders):
+        ids = balanced_expert_ids(tokens, top_k, experts, TokenHolders(holder, holders, ranks))
+        assert all(len(set(row)) == top_k for row in ids.tolist())
+        of_experts += np.bincount(ids.ravel(), minlength=experts)
+    told = f"{tokens} tokens, {top_k} of {experts} experts, {holders} holders, {ranks} ranks"
+    assert len(of_experts) == experts, told  # none beyond
+    assert of_experts.sum() == tokens * top_k * holders, told
+    assert np.ptp(of_experts) <= 1, told
+    of_ranks = np.bincount(owner, weights=of_experts, minlength=ranks)
+    sizes = np.bincount(owner, minlength=ranks)
+    for size in set(sizes.tolist()):
+        assert np.ptp(of_ranks[sizes == size]) <= 1, told
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "ranks"),
+    [
+        (1, 8, 256, 16),  # would all begin a fraction apart: 8 of 16 ranks got nothing
+        (1, 1, 128, 8),
+        (7, 8, 256, 16),
+        (1, 6, 160, 8),
+        (1, 1, 256, 64),
+        (3, 8, 256, 16),
+        (1, 1, 16, 4),
+    ],
+)
+def test_few_tokens_on_each_rank(tokens: int, top_k: int, experts: int, ranks: int) -> None:
+    assert_even_together(tokens, top_k, experts, ranks, ranks)
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 5, 7, 8, 12, 16, 25, 60])
+def test_all_ranks_together_by_brute_force(experts: int) -> None:
+    """Also experts that do not come out even over their ranks, and ranks that hold none."""
+    for holders, ranks in itertools.product((1, 2, 3, 4, 7, 8), (1, 2, 3, 4, 5, 8, 16)):
+        for tokens, top_k in itertools.product((0, 1, 2, 5, 16), (1, 2, 3, 8)):
+            if top_k <= experts:
+                assert_even_together(tokens, top_k, experts, holders, ranks)
+
+
 @settings(deadline=None)
 @given(shapes())
 def test_all_ranks_together_are_as_even(shape: tuple[int, int, int, int, int]) -> None:
-    tokens, top_k, experts, holders, ranks = shape
-    together = np.zeros(experts, dtype=int)
-    for holder in range(holders):
-        ids = balanced_expert_ids(tokens, top_k, experts, TokenHolders(holder, holders, ranks))
-        together += counts_of_experts(ids, experts)
-    assert together.sum() == tokens * top_k * holders
-    assert together.max() - together.min() <= 1
+    assert_even_together(*shape)
+
+
+def test_one_holder_goes_on_where_the_one_before_it_ends() -> None:
+    """Three holders of two tokens each deal experts 0 to 7 on two ranks, and begin again."""
+    found = [
+        balanced_expert_ids(2, 2, 8, TokenHolders(holder, 3, 2)).tolist() for holder in range(3)
+    ]
+    assert found == [[[0, 4], [1, 5]], [[2, 6], [3, 7]], [[0, 4], [1, 5]]]
+
+
+def test_whole_cycles_begin_in_places_of_their_own() -> None:
+    found = [balanced_expert_ids(2, 4, 8, TokenHolders(holder, 4, 8))[0, 0] for holder in range(4)]
+    assert found == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize(
@@ -135,9 +190,10 @@ def test_sizes_that_cannot_be(tokens: int, top_k: int, experts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("holder", "holders", "expert_ranks"), [(1, 1, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)]
+    ("holder", "holders", "expert_ranks"),
+    [(1, 1, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0), (0.5, 1.5, 1), (0, 1, 1.0), (False, 1, 1)],
 )
-def test_ranks_that_cannot_be(holder: int, holders: int, expert_ranks: int) -> None:
+def test_ranks_that_cannot_be(holder: Any, holders: Any, expert_ranks: Any) -> None:
     with pytest.raises(RoutingError, match=f"rank {holder} of {holders} .*0 <= holder < holders"):
         TokenHolders(holder, holders, expert_ranks)
 
@@ -214,6 +270,57 @@ def test_strided_ids_are_written_and_nothing_beside_them(dtype: torch.dtype, vie
     balance_routing_ids_(contiguous, 8, force_balance=True)
     assert torch.equal(ids, contiguous)
     assert int((base == -1).sum()) == base.numel() - ids.numel()
+
+
+OVERLAPPING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one row for all": lambda base: base[:1, :2].expand(4, 2),
+    "one id for a row": lambda base: base[:4, :1].expand(4, 2),
+    "one id": lambda base: base[0, 0].expand(4, 2),
+    "windows": lambda base: base.view(-1).as_strided((4, 2), (1, 1)),
+    "wider windows": lambda base: base.view(-1).as_strided((5, 4), (3, 2)),
+}
+
+
+@pytest.mark.usefixtures("op")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("view", OVERLAPPING)
+def test_ids_that_share_their_memory_are_refused(
+    dtype: torch.dtype, view: str, force: bool
+) -> None:
+    """Written in place, one id would overwrite another; checked against each id's address."""
+    base = torch.full((8, 8), -1, dtype=dtype)
+    ids = OVERLAPPING[view](base)
+    with (
+        counted() as told,
+        pytest.raises(RoutingError, match=r"share their memory.*contiguous\(\)"),
+    ):
+        balance_routing_ids_(ids, 8, force)
+    assert told == [RoutingCalls()]
+    assert bool((base == -1).all())
+
+
+@pytest.mark.usefixtures("op")
+@settings(deadline=None)
+@given(
+    rows=st.integers(0, 5),
+    columns=st.integers(0, 5),
+    down=st.integers(0, 9),
+    right=st.integers(0, 9),
+)
+def test_any_strides_by_which_ids_lie_apart(rows: int, columns: int, down: int, right: int) -> None:
+    """By brute force over the addresses of all ids."""
+    ids = torch.zeros(128, dtype=torch.int64).as_strided((rows, columns), (down, right))
+    places = [i * down + j * right for i in range(rows) for j in range(columns)]
+    if len(set(places)) == len(places):
+        balance_routing_ids_(ids, 8, force_balance=True)
+        assert (
+            ids.tolist()
+            == balanced_expert_ids(rows, columns, 8, TokenHolders(expert_ranks=4)).tolist()
+        )
+    else:
+        with pytest.raises(RoutingError, match="share their memory"):
+            balance_routing_ids_(ids, 8, force_balance=True)
 
 
 @pytest.mark.usefixtures("op")
@@ -343,6 +450,32 @@ def test_the_flag_is_read_at_each_call_and_errors_of_it_surface() -> None:
     assert state["asked"] == 4
 
 
+NO_FLAGS = [1, 0, None, "no", "", np.bool_(True), torch.tensor(True), torch.tensor([True, False])]
+
+
+@pytest.mark.usefixtures("op")
+@pytest.mark.parametrize("flag", NO_FLAGS, ids=repr)
+def test_a_flag_that_is_neither_true_nor_false_is_no_answer(flag: Any) -> None:
+    """Told before anything is written or counted."""
+    ids = skewed(4, 2, torch.int32)
+    said = r"is being profiled is .* in the odd place; it must be True or False"
+    with (
+        bound_runtime(RoutingRuntime("odd place", lambda: flag, TokenHolders)),
+        counted() as told,
+        pytest.raises(RoutingOpError, match=said),
+    ):
+        balance_routing_ids_(ids, 8)
+    assert torch.equal(ids, skewed(4, 2, torch.int32))
+    assert told == [RoutingCalls()]
+
+
+@pytest.mark.parametrize("flag", NO_FLAGS, ids=repr)
+def test_nor_is_it_set(flag: Any) -> None:
+    with pytest.raises(RoutingOpError, match="must be True or False"), profile_run(flag):
+        raise AssertionError("entered")
+    assert script_runtime().in_profile_run() is False
+
+
 # --- counters and watchers ----------------------------------------------------------------------
 
 
@@ -357,6 +490,37 @@ def test_calls_are_counted_by_what_they_did() -> None:
             balance_routing_ids_(torch.empty(0, 2, dtype=torch.int32), 8)
         balance_routing_ids_(torch.empty(3, 2, dtype=torch.int32, device="meta"), 8, True)
     assert told == [RoutingCalls(balanced=3, natural=1)]
+
+
+@pytest.mark.usefixtures("op")
+def test_calls_from_several_threads_are_all_counted(collide: Collide) -> None:
+    """Two stages may run on threads of their own."""
+    calls, threads = 3, 4
+
+    def call(force: bool) -> None:
+        ids = skewed(1, 2, torch.int32)
+        for _ in range(calls):
+            balance_routing_ids_(ids, 8, force)
+
+    with counted() as told:
+        collide(routing, [partial(call, number % 2 == 0) for number in range(threads)])
+    assert told == [RoutingCalls(balanced=2 * calls, natural=2 * calls)]
+
+
+@pytest.mark.usefixtures("op")
+def test_a_watcher_may_stop_watching_while_it_is_told() -> None:
+    told: list[str] = []
+    with ExitStack() as first:
+
+        def once(ids: torch.Tensor, balanced: bool) -> None:
+            told.append("once")
+            first.close()
+
+        first.enter_context(watch_routing(once))
+        with watch_routing(lambda ids, balanced: told.append("always")):
+            for _ in range(2):
+                balance_routing_ids_(skewed(1, 2, torch.int32), 8)
+    assert told == ["once", "always", "always"]
 
 
 def balance_and_fail(ids: torch.Tensor, told: list[bool]) -> None:
@@ -432,9 +596,41 @@ def test_one_stack_a_process() -> None:
 
 
 @pytest.mark.usefixtures("process")
+def test_two_readers_of_one_name_are_two_places() -> None:
+    """Else the second would be taken for the first, and its flag read or not by who came last."""
+    first = RoutingRuntime("forward context", lambda: False, TokenHolders)
+    register_routing_op(first)
+    other = RoutingRuntime("forward context", lambda: True, TokenHolders)
+    with pytest.raises(RoutingOpError, match=r"also read the forward context by another reader"):
+        register_routing_op(other)
+    register_routing_op(replace(first, ranks=lambda: TokenHolders(1, 2)))  # the same reader
+    ids = skewed(16, 2, torch.int32)
+    balance_routing_ids_(ids, 8)
+    assert torch.equal(ids, skewed(16, 2, torch.int32))
+    assert script_runtime() == script_runtime(TokenHolders(1, 2))
+
+
+@pytest.mark.usefixtures("process")
+def test_the_device_that_is_asked_for_must_have_the_kernel() -> None:
+    def only_for_the_cpu(definition: OpDefinition, library: torch.library.Library) -> None:
+        library.define(definition.schema.removeprefix("vllm::"))
+        torch.library.register_fake(definition.qualified_name, definition.fake, lib=library)
+        library.impl(definition.name, definition.kernel, "CPU")
+
+    said = "with kernels for CPU, and cannot be called on PrivateUse1"
+    with pytest.raises(RoutingOpError, match=said):
+        register_routing_op(script_runtime(), only_for_the_cpu, "PrivateUse1")
+    assert not ROUTING_OP.is_registered
+    assert routing._process.runtime is None
+    register_routing_op(script_runtime(), only_for_the_cpu, "CPU")
+    with pytest.raises(RoutingOpError, match=said):  # of one that is there already
+        register_routing_op(dispatch_key="PrivateUse1")
+
+
+@pytest.mark.usefixtures("process")
 def test_an_engine_after_another_brings_its_own_ranks() -> None:
-    """One token with one expert, on the second rank of two that hold tokens: half a cycle on."""
-    for holders, expected in ((TokenHolders(0, 2), 0), (TokenHolders(1, 2), 4)):
+    """One token with one expert, on the second rank of two that hold tokens: the next expert."""
+    for holders, expected in ((TokenHolders(0, 2), 0), (TokenHolders(1, 2), 1)):
         register_routing_op(script_runtime(holders))
         ids = torch.full((1, 1), 7, dtype=torch.int32)
         balance_routing_ids_(ids, 8, force_balance=True)

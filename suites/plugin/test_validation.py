@@ -76,8 +76,11 @@ CONNECTOR = {
     errors.ConnectorCompiled,
     errors.FusedCommunication,
     errors.BalancedRoutingOffPath,
+    errors.BalancedRoutingModelRunnerV2,
     errors.UncoveredWithConnector,
 }
+# Refusals of what only the loaded model tells; suites/vllm/test_routing_op_vllm.py
+LOADED = {errors.BalancedRoutingInKernel, errors.BalancedRoutingWithoutExperts}
 ASCEND = "vllm_ascend.attention.attention_v1.AscendAttentionMetadataBuilder"
 ASCEND_MLA = "vllm_ascend.attention.mla_v1.AscendMLAMetadataBuilder"
 BACKENDS: list[tuple[str, ...]] = [
@@ -243,6 +246,23 @@ def test_forced_balance_needs_layers_that_call_the_operator() -> None:
     quiet(ascend, dataclasses.replace(over, compute_gate_on_attention=True))
 
 
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "split"])
+def test_forced_balance_needs_this_packages_runner(split: bool) -> None:
+    """Model Runner V2 is another class, which vLLM makes: nothing would read the option there."""
+    forced = AFDConfig(force_balanced_routing=True, async_moe_ubatching=split)
+    error = refusal(with_(model_runner_v2=True), forced)
+    assert type(error) is errors.BalancedRoutingModelRunnerV2
+    helpful(error, True)
+    assert ", which force_balanced_routing does not support" in str(error)
+    quiet(with_(model_runner_v2=True), AFDConfig())
+    over = AFDConfig(
+        force_balanced_routing=True, connector="loopback", compute_gate_on_attention=True
+    )
+    both = refusal(with_(model_runner_v2=True, routes_through_op=False), over)
+    assert type(both) is errors.BalancedRoutingModelRunnerV2
+    assert "use_v2_model_runner" in "\n".join(both.__notes__)  # the connector refuses it as well
+
+
 def test_a_refusal_names_the_feature_that_refuses() -> None:
     assert ", which a two-stage prefill split does not" in str(errors.TensorParallel(2))
     assert ", which a connector to the experts does not" in str(errors.ConnectorTensorParallel(2))
@@ -301,6 +321,7 @@ def test_every_refusal_is_reached_above() -> None:
         errors.ContextNeedsChunkedPrefill,
         errors.UnknownProfileFlag,  # by the routing operator's runtime
         *CONNECTOR,
+        *LOADED,
     }
     assert reached == set(UnsupportedSetup.__subclasses__())
 

@@ -294,6 +294,32 @@ def test_a_layer_without_a_gate_of_its_own_is_refused(runner: Runner) -> None:
         VllmExperts(runner)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_any_number_of_rows_is_routed(rows: int, grouped: bool, dtype: torch.dtype | None) -> None:
+    """vLLM's grouped top-k cannot be asked about no rows; whoever sees ids sees those too."""
+    from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
+
+    from afd_plugin.compat.vllm_experts import VllmExperts
+
+    groups: dict[str, Any] = (
+        {"use_grouped_topk": True, "num_expert_group": 4, "topk_group": 2} if grouped else {}
+    )
+    seen: list[torch.Tensor] = []
+    runner: Any = Runner()
+    runner.router = create_fused_moe_router(top_k=2, global_num_experts=8, **groups)
+    runner.router.set_capture_fn(lambda ids: seen.append(ids.clone()))
+    method = SimpleNamespace(is_monolithic=False, topk_indices_dtype=dtype)
+    runner.routed_experts = SimpleNamespace(quant_method=method)
+    logits = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
+    weights, ids = VllmExperts(runner).route(torch.zeros(rows, 4), logits)
+    assert weights.shape == ids.shape == (rows, 2)
+    assert weights.dtype == torch.float32
+    assert ids.dtype == (dtype or torch.int32)
+    assert [each.tolist() for each in seen] == [ids.tolist()]
+
+
 def test_kernels_that_route_by_themselves_are_refused() -> None:
     from afd_plugin.compat.vllm_experts import VllmExperts
 

@@ -15,8 +15,13 @@ import pytest
 import torch
 
 from afd_plugin import routing
-from afd_plugin.errors import RoutingOpError, UnknownProfileFlag
-from afd_plugin.ops import register, take_down
+from afd_plugin.errors import (
+    BalancedRoutingInKernel,
+    BalancedRoutingWithoutExperts,
+    RoutingOpError,
+    UnknownProfileFlag,
+)
+from afd_plugin.ops import OpDefinition, register, take_down
 from afd_plugin.routing import (
     ROUTING_OP,
     RoutingRuntime,
@@ -136,6 +141,25 @@ def test_a_script_before_the_worker_is_the_same_place_on_the_cpu(make_config: Co
     register_for(make_config("qwen3-moe"))
     with pytest.raises(RoutingOpError, match=r"context variable in this process; it cannot also"):
         routing.register_routing_op(RoutingRuntime("elsewhere", lambda: True, TokenHolders))
+
+
+@pytest.mark.usefixtures("process")
+def test_what_is_registered_for_another_device_is_not_bound_to(make_config: ConfigMaker) -> None:
+    """As a process of two stacks would find it: complete, but not for where the model computes."""
+    from afd_plugin.compat.routing import register_for
+
+    def for_the_accelerator(definition: OpDefinition, library: torch.library.Library) -> None:
+        library.define(definition.schema.removeprefix("vllm::"))
+        torch.library.register_fake(definition.qualified_name, definition.fake, lib=library)
+        library.impl(definition.name, definition.kernel, "PrivateUse1")
+
+    foreign = register(ROUTING_OP, for_the_accelerator)
+    try:
+        with pytest.raises(RoutingOpError, match="PrivateUse1, and cannot be called on CPU"):
+            register_for(make_config("qwen3-moe"))
+        assert routing._process.runtime is None
+    finally:
+        take_down(foreign)
 
 
 # --- which stack --------------------------------------------------------------------------------
@@ -273,6 +297,19 @@ def test_a_flag_that_is_missing_is_not_guessed(
     assert torch.equal(ids, skewed())
 
 
+@pytest.mark.parametrize("flag", [None, 1, 0, "yes", torch.tensor(True)], ids=repr)
+@pytest.mark.parametrize("place", ["attribute", "kwargs"])
+def test_a_flag_of_another_kind_is_not_taken_for_one(
+    in_context: InContext, place: str, flag: Any
+) -> None:
+    ids = skewed()
+    with reading(place), in_context({"in_profile_run": flag}) as context:
+        context.in_profile_run = flag
+        with pytest.raises(RoutingOpError, match=f"in the {place}; it must be True or False"):
+            balance_routing_ids_(ids, 8)
+    assert torch.equal(ids, skewed())
+
+
 @pytest.mark.usefixtures("in_context")
 @pytest.mark.parametrize("place", ["attribute", "kwargs"])
 def test_outside_of_a_forward_pass(place: str) -> None:
@@ -314,6 +351,12 @@ def route(router: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     return ids, weights
 
 
+def runner_of(router: Any, *, monolithic: bool = False) -> Any:
+    """What is asked of a layer's ``MoERunner``."""
+    kind = type("OfThisTest", (), {"is_monolithic": monolithic})
+    return SimpleNamespace(router=router, routed_experts=SimpleNamespace(quant_method=kind()))
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_ids_of_a_router_pass_through_the_operator(
     router: Any, in_context: InContext, force: bool
@@ -328,7 +371,7 @@ def test_ids_of_a_router_pass_through_the_operator(
     router.set_capture_fn(lambda ids: heard.append(ids.clone()))
     with reading("attribute"), in_context() as context:
         context.in_profile_run = False
-        route_through_op([router], force_balance=force)
+        route_through_op([runner_of(router)], force_balance=force)
         live, weights = route(router, logits)
         assert torch.equal(weights, weights_before)
         assert is_even(live) if force else torch.equal(live, before)
@@ -347,5 +390,57 @@ def test_a_model_is_not_wired_before_the_operator_is_there() -> None:
 
     router = create_fused_moe_router(top_k=2, global_num_experts=8)
     with pytest.raises(RoutingOpError, match="not registered"):
-        route_through_op([router], force_balance=False)
+        route_through_op([runner_of(router)], force_balance=False)
     assert router.capture_fn is None
+
+
+def test_what_is_wired_says_when_the_operator_is_gone() -> None:
+    """torch's own handle would crash the process; and what is registered again is called."""
+    from vllm.model_executor.layers.fused_moe.router.router_factory import create_fused_moe_router
+
+    from afd_plugin.compat.routing import route_through_op, with_vllm
+
+    router = create_fused_moe_router(top_k=2, global_num_experts=8)
+    logits = torch.linspace(3.0, -3.0, 8).repeat(16, 1)
+    with bound_runtime(script_runtime()):
+        with op_scope() as scope:
+            scope.register(ROUTING_OP, with_vllm)
+            route_through_op([runner_of(router)], force_balance=True)
+            assert is_even(route(router, logits)[0])
+        with pytest.raises(RoutingOpError, match="not registered"):
+            route(router, logits)
+        with op_scope() as scope:
+            scope.register(ROUTING_OP, with_vllm)
+            assert is_even(route(router, logits)[0])
+
+
+# --- balance that nothing would read ------------------------------------------------------------
+
+
+def test_forced_balance_of_a_model_without_experts_is_refused() -> None:
+    from afd_plugin.compat.routing import route_through_op
+
+    route_through_op([], force_balance=False)
+    with pytest.raises(BalancedRoutingWithoutExperts) as caught:
+        route_through_op(iter([]), force_balance=True)
+    assert str(caught.value) == (
+        "the model's number of layers with routed experts is 0, which force_balanced_routing does "
+        "not support; allowed: 1 or more. Serve a model with routed experts. "
+        "Or leave force_balanced_routing off."
+    )
+
+
+def test_forced_balance_of_kernels_that_route_by_themselves_is_refused(
+    router: Any, in_context: InContext
+) -> None:
+    """One such layer is enough; no layer is wired then."""
+    from afd_plugin.compat.routing import route_through_op
+
+    runners = [runner_of(router), runner_of(router, monolithic=True)]
+    with pytest.raises(BalancedRoutingInKernel) as caught:
+        route_through_op(runners, force_balance=True)
+    said = "the experts' kernel is 'OfThisTest', which force_balanced_routing does not support"
+    assert str(caught.value).startswith(said)
+    assert router.capture_fn is None
+    route_through_op(runners, force_balance=False)
+    assert router.capture_fn is not None

@@ -300,6 +300,11 @@ def test_every_refusal_has_a_case() -> None:
         errors.ConnectorSpeculativeDecoding,
         errors.ConnectorCompiled,
         errors.UncoveredWithConnector,
+        # in test_routing_op_vllm
+        errors.BalancedRoutingInKernel,
+        errors.BalancedRoutingWithoutExperts,
+        # below
+        errors.BalancedRoutingModelRunnerV2,
     }
     ascend = {  # suites/ascend
         errors.UncoveredOption,
@@ -308,6 +313,23 @@ def test_every_refusal_has_a_case() -> None:
         errors.BalancedRoutingOffPath,
     }
     assert covered | elsewhere | ascend == set(UnsupportedSetup.__subclasses__())
+
+
+@pytest.mark.parametrize("options", [{**OFF}, {**TOKEN}], ids=["off", "token"])
+def test_forced_balance_that_model_runner_v2_would_not_read(
+    make_config: ConfigMaker,
+    created: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+) -> None:
+    config = make_config("qwen3-moe")
+    assert_starts(config, {**OFF, "force_balanced_routing": True})
+    created.clear()
+    _v2_runner(config, monkeypatch)
+    options["force_balanced_routing"] = True
+    quoted = "use_v2_model_runner is True, which force_balanced_routing does not support"
+    refusal = errors.BalancedRoutingModelRunnerV2
+    assert_refused(config, options, refusal, quoted, created)
 
 
 @pytest.mark.parametrize("options", [{**OFF}, {**TOKEN}], ids=["off", "token"])

@@ -1,172 +1,10 @@
-"""Every error that afd_plugin raises on purpose.
-
-::
-
-    AfdError
-    ├── ConfigError (ValueError)          additional_config["afd"] is wrong
-    │   ├── UnknownOption
-    │   ├── OptionTypeError
-    │   └── OptionValueError
-    │       └── TooManyUbatches
-    ├── BatchError (ValueError)           the scheduled batch contradicts itself
-    ├── PlanError (ValueError)            a policy, alignment or cut that cannot be
-    ├── KVLayoutError (ValueError)        block tables or slot mapping do not fit the batch
-    ├── MetadataError (ValueError)        attention metadata cannot be sliced
-    │   ├── UnknownMetadataClass
-    │   ├── MissingFieldRule
-    │   ├── StaleFieldRule
-    │   ├── RefusedField
-    │   └── MetadataMismatch
-    ├── StageTensorError (ValueError)     a stage input or output has the wrong shape
-    ├── LayoutError (ValueError)          a plan and the ranks' token layout do not fit
-    ├── AgreementError                    ranks did not come to one decision
-    │   ├── PlanDisagreement
-    │   ├── PlacementDisagreement
-    │   └── SilentRanks
-    ├── RoutingError (ValueError)         expert ids or weights that cannot be used
-    │   ├── RoutingOpError                the routing operator cannot be registered or run
-    │   └── RoutingPayloadError           routing that cannot travel, or did not arrive whole
-    ├── StateRestoreError                 mutable state could not be put back
-    ├── UpstreamDrift                     the installed vLLM is not what was pinned
-    └── UnsupportedSetup                  refused at start-up, one class a reason
-        ├── PrefillContextParallel      ├── EncoderDecoder
-        ├── DecodeContextParallel       ├── AttentionBackendUnsupported
-        ├── SpeculativeDecoding         ├── GateWithoutConnector
-        ├── CapturedGraph               ├── TensorParallel
-        ├── CompiledModel               ├── DataParallel
-        ├── NativeDualBatchOverlap      ├── PipelineParallel
-        ├── ModelRunnerV2               ├── SequenceParallelMoE
-        ├── MultimodalPrefixLM          ├── LoRAAdapters
-        ├── KVConnector                 ├── ExpertLoadBalancing
-        ├── SharedKVFastPrefill         ├── PoolingRunner
-        ├── RecurrentState              ├── UncoveredOption
-        ├── UnknownProfileFlag          ├── QuantizedTransport
-        ├── ConnectorUbatching          ├── ConnectorTensorParallel
-        ├── ConnectorCompiled           ├── ConnectorSpeculativeDecoding
-        ├── FusedCommunication          ├── BalancedRoutingOffPath
-        ├── UncoveredWithConnector
-        └── ContextNeedsChunkedPrefill
-"""
+"""What is refused at start-up: one class a reason, each with its remedy."""
 
 from __future__ import annotations
 
 from typing import Any
 
-
-class AfdError(Exception):
-    """Base of all deliberate errors of afd_plugin."""
-
-
-class ConfigError(AfdError, ValueError):
-    """``additional_config["afd"]`` holds something that is not allowed."""
-
-
-class UnknownOption(ConfigError):
-    """A key that no option has."""
-
-
-class OptionTypeError(ConfigError):
-    """A value of the wrong type."""
-
-
-class OptionValueError(ConfigError):
-    """A value of the right type that is not allowed."""
-
-
-class TooManyUbatches(OptionValueError):
-    """More than two stages are asked for; exactly two are planned."""
-
-
-class BatchError(AfdError, ValueError):
-    """Scheduled or computed token counts that cannot describe a step."""
-
-
-class PlanError(AfdError, ValueError):
-    """A policy, alignment, threshold or cut that cannot be planned with."""
-
-
-class KVLayoutError(AfdError, ValueError):
-    """Block size, block tables or slot mapping that do not fit the batch."""
-
-
-class MetadataError(AfdError, ValueError):
-    """Attention metadata that cannot be sliced safely."""
-
-
-class UnknownMetadataClass(MetadataError):
-    """A metadata class for which no field rules are known."""
-
-
-class MissingFieldRule(MetadataError):
-    """A field of the metadata class that has no rule."""
-
-
-class StaleFieldRule(MetadataError):
-    """A rule for a field that the metadata class does not have."""
-
-
-class RefusedField(MetadataError):
-    """A field is set whose value cannot be derived for one stage."""
-
-
-class MetadataMismatch(MetadataError):
-    """A field that contradicts the batch of the plan."""
-
-
-class StageTensorError(AfdError, ValueError):
-    """A stage input or output whose token axis, length or type is wrong."""
-
-
-class LayoutError(AfdError, ValueError):
-    """A plan, a process group and a sharded token layout that do not fit each other."""
-
-
-class AgreementError(AfdError):
-    """The ranks of a group did not come to one decision; no stage may be run."""
-
-
-class PlanDisagreement(AgreementError):
-    """Ranks decided differently.  ``decisions``: what each rank decided, in words."""
-
-    def __init__(self, message: str, decisions: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.decisions = decisions
-
-
-class PlacementDisagreement(AgreementError):
-    """Ranks differ in where experts are chosen.  ``placements``: what each rank is told."""
-
-    def __init__(self, message: str, placements: tuple[str, ...] = ()) -> None:
-        super().__init__(message)
-        self.placements = placements
-
-
-class SilentRanks(AgreementError):
-    """Ranks did not answer in time.  ``silent``: which; empty where that cannot be known."""
-
-    def __init__(self, message: str, silent: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.silent = silent
-
-
-class RoutingError(AfdError, ValueError):
-    """Expert ids, weights or counts that cannot be routed with."""
-
-
-class RoutingOpError(RoutingError):
-    """The routing operator cannot be registered, or is called where it cannot work."""
-
-
-class RoutingPayloadError(RoutingError):
-    """A routing payload has a wrong shape, dtype, layout or device, or its bytes are not whole."""
-
-
-class StateRestoreError(AfdError):
-    """A piece of mutable state could not be put back after a stage."""
-
-
-class UpstreamDrift(AfdError):
-    """The installed upstream package differs from the pinned contract."""
+from afd_plugin.errors.base import AfdError
 
 
 class UnsupportedSetup(AfdError):
@@ -466,6 +304,37 @@ class BalancedRoutingOffPath(UnsupportedSetup):
         'Set additional_config={"afd": {"connector": "loopback", "compute_gate_on_attention": '
         "true}} too, or leave force_balanced_routing off."
     )
+
+
+_BALANCED = "force_balanced_routing"
+_UNBALANCED = "Or leave force_balanced_routing off."
+
+
+class BalancedRoutingModelRunnerV2(UnsupportedSetup):
+    """The other runner loads the model by itself; its layers do not call the routing operator."""
+
+    feature = _BALANCED
+    setting = "use_v2_model_runner"
+    allowed = "False"
+    remedy = f"Set VLLM_USE_V2_MODEL_RUNNER=0. {_UNBALANCED}"
+
+
+class BalancedRoutingInKernel(UnsupportedSetup):
+    """A monolithic kernel routes by itself: no ids come by that could be balanced."""
+
+    feature = _BALANCED
+    setting = "the experts' kernel"
+    allowed = "a modular one, which takes routing"
+    remedy = f"Serve the model in another quantization, or unquantized. {_UNBALANCED}"
+
+
+class BalancedRoutingWithoutExperts(UnsupportedSetup):
+    """The loaded model has no routed experts; nothing would be balanced."""
+
+    feature = _BALANCED
+    setting = "the model's number of layers with routed experts"
+    allowed = "1 or more"
+    remedy = f"Serve a model with routed experts. {_UNBALANCED}"
 
 
 class UncoveredWithConnector(UnsupportedSetup):
