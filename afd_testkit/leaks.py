@@ -27,6 +27,7 @@ from afd_testkit.process_state import (
     ForwardContext,
     Imports,
     ModuleTable,
+    RoutingState,
 )
 from afd_testkit.torch_state import TORCH_CHANNELS
 
@@ -36,6 +37,7 @@ CHANNELS: tuple[Channel, ...] = (
     Environment(),
     *TORCH_CHANNELS,
     ForwardContext(),
+    RoutingState(),
 )
 
 #: One dictionary a channel; ``None`` where the channel's owner is not loaded.

@@ -14,15 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch.library import Library
 
+from afd_plugin import routing
 from afd_plugin.errors import RoutingOpError
 from afd_plugin.ops import OpDefinition, Registrar, register, take_down, with_torch
-from afd_testkit.op_contract import (
-    OPCHECKS,
-    OpCase,
-    OpContractBroken,
-    assert_op_contract,
-    compiling,
-)
+from afd_testkit.op_case import OpCase
+from afd_testkit.op_compiling import compiling
+from afd_testkit.op_contract import OPCHECKS, OpContractBroken, assert_op_contract
 
 __all__ = [
     "OPCHECKS",
@@ -52,6 +49,7 @@ class OpLibrary:
 
     def __init__(self) -> None:
         self._held: list[str] = []
+        self._closed = False
 
     def register(
         self, definition: OpDefinition, registrar: Registrar = with_torch
@@ -60,12 +58,19 @@ class OpLibrary:
 
         One that the process has already, from an outer scope or for good, is used and left as it
         is; ``registrar`` is then not called.  Raises :class:`RoutingOpError` if that one differs,
-        and whatever keeps the registration from being complete, as it was raised.
+        if the scope has ended, or if ``registrar`` defines the operator in another library than
+        the one that it is given; and whatever keeps the registration from being complete, as it was
+        raised.
         """
         name = definition.qualified_name
+        if self._closed:
+            raise RoutingOpError(
+                f"{name} cannot be registered in a scope that has ended, since nobody would take "
+                "it down again. Register inside the scope, or open another one."
+            )
         shared = _shared.get(name)
         if shared is None and not definition.is_registered:
-            shared = _shared[name] = _Shared(definition, register(definition, registrar))
+            shared = _shared[name] = _Shared(definition, _registered(definition, registrar))
         definition.check_registered()
         if shared is None:  # for good, by someone who keeps it
             return definition.overload
@@ -80,7 +85,13 @@ class OpLibrary:
         return definition.overload
 
     def close(self) -> None:
-        """Let go of all; those that no other scope holds are taken down, the last one first."""
+        """Let go of all; those that no other scope holds are taken down, the last one first.
+
+        Raises :class:`RoutingOpError` for one of which a part stays, in a library of its
+        registrar's own.
+        """
+        self._closed = True
+        left = []
         while self._held:
             name = self._held.pop()
             shared = _shared[name]
@@ -89,6 +100,26 @@ class OpLibrary:
                 del _shared[name]
                 _forget_compiled()
                 take_down(shared.library)
+                left += [name] if shared.definition.is_registered else []
+        if left:
+            raise RoutingOpError(
+                f"{', '.join(left)}: a part is still registered though the scope has ended, in a "
+                "library of the registrar's own. Use the library that the registrar is given for "
+                "all parts."
+            )
+
+
+def _registered(definition: OpDefinition, registrar: Registrar) -> Library:
+    """The library that holds the operator, which must be the one that the registrar was given."""
+    library = register(definition, registrar)
+    if definition.qualified_name not in library._op_defs:
+        take_down(library)
+        raise RoutingOpError(
+            f"the registrar of {definition.qualified_name} defined it in a library of its own, "
+            "which the end of the scope cannot take down. Define it in the library that the "
+            "registrar is given; this definition stays until its own library goes."
+        )
+    return library
 
 
 def _kernels(definition: OpDefinition) -> str:
@@ -107,9 +138,15 @@ def op_scope() -> Generator[OpLibrary, None, None]:
     """An :class:`OpLibrary` that is closed at the end; scopes may be nested and repeated.
 
     Code that was compiled meanwhile is forgotten with the operators, and compiled anew when called.
+    A runtime that was bound to the routing operator meanwhile goes with the operator.
     """
     library = OpLibrary()
+    runtime = routing._process.runtime
     try:
         yield library
     finally:
-        library.close()
+        try:
+            library.close()
+        finally:
+            if not routing.ROUTING_OP.is_registered:
+                routing._process.runtime = runtime

@@ -7,19 +7,17 @@ that serving uses, and compared with the eager run, bit for bit.
 
 from __future__ import annotations
 
-import copy
-import os
-import sys
-import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from afd_plugin.ops import OpDefinition
+from afd_testkit.bits import difference
+from afd_testkit.op_case import Arguments, OpCase, check_arguments, load
+from afd_testkit.op_compiling import compiling
 
 BACKENDS = ("aot_eager", "inductor")
 
@@ -31,30 +29,9 @@ OPCHECKS = (
     "test_aot_dispatch_dynamic",
 )
 
-#: What inductor leaves in the process, by how its names begin: its folder and a pointer that its
-#: kernels read when they are loaded; the code that it generated.
-_VARIABLES = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_")
-_MODULES = ("torch._inductor.runtime.compile_tasks.",)
-
 
 class OpContractBroken(AssertionError):
     """An operator does not do in all ways what its registration says."""
-
-
-@dataclass(frozen=True)
-class OpCase:
-    """One call: ``args`` and ``kwargs`` of the operator, under a ``name`` for messages.
-
-    Every run gets deep copies, with the same strides and shared storage; these stay as they are.
-    """
-
-    name: str
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def copied(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments that a run may write to."""
-        return copy.deepcopy((self.args, dict(self.kwargs)))
 
 
 @dataclass(frozen=True)
@@ -83,17 +60,27 @@ def assert_op_contract(
     Checked are ``opchecks`` of torch.library.opcheck; the Meta kernel's outputs (shape, dtype,
     strides) against real ones; and eager against compiled by each of ``backends`` as one graph
     with dynamic shapes, on arguments of the graph and on tensors made inside it, results and
-    written arguments alike.  Of each argument that the schema says is written, some case must
-    change a bit.
+    written arguments alike; in eager and in compiled code, two inputs in a row in the same
+    storage (see :class:`OpCase`).  Of each argument that the schema says is written, some case
+    must change a bit, and of the others none may.  Equal is what is equal to the bit.
 
-    Compiled code of this process is forgotten.  Raises ``ValueError`` for no cases or for two of
-    one name.
+    Compiled code of this process is forgotten.  Raises ``ValueError`` for no cases, for two of one
+    name, or for one whose second input the operator does not take; ``TypeError`` for an argument
+    that cannot be compared.
     """
     names = [case.name for case in cases]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"cases named {names}; give one or more, each with a name of its own")
     overload = op.overload if isinstance(op, OpDefinition) else op
-    findings = _unwritten(overload, cases)
+
+    def eager(*args: Any, **kwargs: Any) -> tuple[Any]:
+        return (overload(*args, **kwargs),)
+
+    for case in cases:
+        check_arguments(overload, case)
+    findings = _writes(overload, cases)
+    for case in cases:
+        findings += _reused_buffers(eager, eager, case, "eager")
     with compiling():
         for case in cases:
             findings += _opcheck(overload, case, opchecks)
@@ -107,25 +94,71 @@ def assert_op_contract(
         )
 
 
-def _unwritten(op: torch._ops.OpOverload, cases: Sequence[OpCase]) -> list[_Finding]:
-    """Arguments that are declared as written, and that no case changes."""
+def _writes(op: torch._ops.OpOverload, cases: Sequence[OpCase]) -> list[_Finding]:
+    """Arguments that are declared as written and that no case changes, and the other way round."""
     declared = {
-        place: argument.name
-        for place, argument in enumerate(op._schema.arguments)
+        argument.name
+        for argument in op._schema.arguments
         if argument.alias_info is not None and argument.alias_info.is_write
     }
+    names = [argument.name for argument in op._schema.arguments]
+    seen: set[str] = set()
+    findings = []
     for case in cases:
         args, kwargs = case.copied()
         op(*args, **kwargs)
-        for place, name in list(declared.items()):
-            before = case.args[place] if place < len(case.args) else case.kwargs.get(name)
-            after = args[place] if place < len(args) else kwargs.get(name)
-            if _difference(after, before):
-                del declared[place]
-    return [
+        given = dict(zip(names, case.args, strict=False)) | dict(case.kwargs)
+        for name, after in (dict(zip(names, args, strict=False)) | kwargs).items():
+            if told := difference(after, given[name]):
+                seen.add(name)
+                if name not in declared:
+                    check = f"argument {name}, not declared as written"
+                    findings.append(_Finding(case.name, check, told, "not a bit changes"))
+    return findings + [
         _Finding("(all)", f"written argument {name}", "no case changes it", "a case that does")
-        for name in declared.values()
+        for name in names
+        if name in declared - seen
     ]
+
+
+def _reused_buffers(
+    plain: Callable[..., Any], call: Callable[..., Any], case: OpCase, check: str
+) -> list[_Finding]:
+    """Two inputs in a row in the same storage, as a captured graph is replayed over its buffers.
+
+    What the second call gives is what ``plain`` gives for its input in storage of its own; and
+    what the operator gave first, which stands in the first two places, stays.  Tensors made inside
+    may not: inductor lets a clone that ends up like an argument share the argument's storage.
+    """
+    buffers, second, fresh = case.copied(), case.second(), case.second()
+    try:
+        expected = (_call(plain, fresh), fresh)
+    except Exception as error:
+        raise ValueError(
+            f"case {case.name!r} cannot be called a second time with other values in its buffers: "
+            f"{type(error).__name__}: {error}. Give it `then`, arguments that the operator takes"
+        ) from error
+    first = _call(call, buffers)[:2]
+    kept = tree_map_only(torch.Tensor, _on_its_own, first)
+    load(buffers, second)
+    actual = (_call(call, buffers), buffers)
+    findings = []
+    if told := difference(actual, expected):
+        what = f"{check}, second input in the same buffers (result, arguments)"
+        findings.append(_Finding(case.name, what, f"{actual}\n{told}", str(expected)))
+    if told := difference(first, kept):
+        what = f"{check}, result for the first input after the second call"
+        findings.append(_Finding(case.name, what, f"{first}\n{told}", str(kept)))
+    return findings
+
+
+def _call(function: Callable[..., Any], arguments: Arguments) -> Any:
+    args, kwargs = arguments
+    return function(*args, **kwargs)
+
+
+def _on_its_own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
 
 
 def _opcheck(op: torch._ops.OpOverload, case: OpCase, checks: Sequence[str]) -> list[_Finding]:
@@ -206,10 +239,9 @@ def _compiled_against_eager(
             findings.append(_Finding(case.name, check, told, "it compiles and runs"))
             continue
         for what, a, b in zip(_PARTS, actual, eager, strict=True):
-            if difference := _difference(a, b):
-                findings.append(
-                    _Finding(case.name, f"{check}, {what}", f"{a}\n{difference}", str(b))
-                )
+            if told := difference(a, b):
+                findings.append(_Finding(case.name, f"{check}, {what}", f"{a}\n{told}", str(b)))
+        findings += _reused_buffers(on_arguments_and_on_made_tensors, compiled, case, check)
     if not findings and compiler.graphs == 0:
         findings.append(
             _Finding("(all)", check, "nothing was compiled", "TORCHDYNAMO_DISABLE is not set")
@@ -227,68 +259,5 @@ _PARTS = (
 )
 
 
-def _difference(actual: Any, expected: Any) -> str:
-    """Where two trees of results differ, empty if they are equal to the bit (NaN equals NaN)."""
-    try:
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
-    except AssertionError as error:
-        return str(error)
-    return ""
-
-
 def _indented(text: str, by: str = "    ") -> str:
     return text.strip().replace("\n", f"\n{by}  ")
-
-
-@contextmanager
-def compiling() -> Generator[None, None, None]:
-    """Compile inside, anew and in this process, and leave neither code, settings nor patches.
-
-    Graphs kept on disk are not used: a cached one says nothing of the operator as it is now.
-    Dynamo patches ``torch.nn.Module`` when it first compiles; that too is undone.
-    """
-    import torch._dynamo.config as dynamo
-    import torch._functorch.config as functorch
-
-    with warnings.catch_warnings():
-        # torch's own, while it is imported for the first time.
-        warnings.filterwarnings("ignore", "`torch.jit.script_method` is", DeprecationWarning)
-        import torch._inductor.compile_fx
-        import torch._inductor.config as inductor
-    with ExitStack() as stack:
-        stack.enter_context(_attributes_kept(torch.nn.Module))
-        stack.enter_context(_new_names_dropped(os.environ, _VARIABLES))
-        stack.enter_context(_new_names_dropped(sys.modules, _MODULES))
-        stack.enter_context(dynamo.patch(recompile_limit=256, accumulated_recompile_limit=1024))
-        stack.enter_context(inductor.patch(fx_graph_cache=False, compile_threads=1))
-        stack.enter_context(functorch.patch(enable_autograd_cache=False))
-        stack.callback(torch._dynamo.reset)
-        torch._dynamo.reset()
-        yield
-
-
-@contextmanager
-def _attributes_kept(of: type) -> Generator[None, None, None]:
-    before = dict(vars(of))
-    try:
-        yield
-    finally:
-        for name, value in dict(vars(of)).items():
-            if name not in before:
-                delattr(of, name)
-            elif value is not before[name]:
-                setattr(of, name, before[name])
-
-
-@contextmanager
-def _new_names_dropped(
-    table: MutableMapping[str, Any], prefixes: tuple[str, ...]
-) -> Iterator[None]:
-    """What inductor adds to ``table`` while it generates and loads code."""
-    before = set(table)
-    try:
-        yield
-    finally:
-        for name in set(table) - before:
-            if name.startswith(prefixes):
-                del table[name]

@@ -1,6 +1,6 @@
 """What a test can leave changed in its process: one channel for each kind of state.
 
-Here are those of Python and vLLM; ``torch_state`` has torch's.
+Here are those of Python, vLLM and the routing operator; ``torch_state`` has torch's.
 
 A channel reads its state as a flat dictionary, says which differences are no leak, and puts
 single entries back.  torch and vLLM are looked at only where they are already loaded.
@@ -193,6 +193,53 @@ class ForwardContext:
     def restore(self, change: Change) -> None:
         """Set the old context."""
         _put(vars(sys.modules[self.name]), change)
+
+
+class RoutingState:
+    """What the routing operator of this process is told: by whom, and who looks on.
+
+    Where :mod:`afd_plugin.routing` is not loaded nothing is bound, so that a test that imports it
+    is judged as well.
+    """
+
+    name = "afd_plugin.routing"
+    remedy = (
+        "enter profile_run, watch_routing and bound_runtime by `with`; where the test calls "
+        "register_routing_op, register ROUTING_OP with the fixture op_library first"
+    )
+
+    def read(self) -> dict[str, Any]:
+        """``bound_runtime``, ``profile_run``, and ``watch_routing[n]`` for each watcher."""
+        module = loaded(self.name)
+        if module is None:
+            return {"bound_runtime": None, "profile_run": False}
+        process = module._process
+        watchers = {f"watch_routing[{n}]": each for n, each in enumerate(process.watchers)}
+        return {
+            "bound_runtime": process.runtime,
+            "profile_run": module._profiling.get(),
+            **watchers,
+        }
+
+    def tolerates(self, change: Change, imports: Imports) -> bool:
+        """Never."""
+        return False
+
+    def restore(self, change: Change) -> None:
+        """Bind the old runtime, clear or set the flag, dismiss a watcher or call it back."""
+        module = loaded(self.name)
+        if module is None:  # it took its state along
+            return
+        if change.key == "bound_runtime":
+            module._process.runtime = change.old
+        elif change.key == "profile_run":
+            module._profiling.set(change.old)
+        else:
+            watchers: list[Any] = module._process.watchers
+            if change.new is not ABSENT:
+                watchers.remove(change.new)
+            if change.old is not ABSENT:
+                watchers.append(change.old)
 
 
 def _put(table: MutableMapping[str, Any], change: Change) -> None:

@@ -20,7 +20,10 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from afd_plugin import routing
+
 THREADS = torch.get_num_threads()
+KEPT = []  # context managers that are never left; collected, they would be
 """
 
 
@@ -162,6 +165,22 @@ LEAKS = {
         "torch defaults: 'seed' was changed from * to 20240229",
         "torch.initial_seed() != 20240229",
     ),
+    "runtime left bound": (
+        "context = routing.bound_runtime(routing.script_runtime()); context.__enter__(); "
+        "KEPT.append(context)",
+        "afd_plugin.routing: 'bound_runtime' was changed from None to RoutingRuntime*",
+        "routing._process.runtime is None",
+    ),
+    "profile flag left set": (
+        "context = routing.profile_run(); context.__enter__(); KEPT.append(context)",
+        "afd_plugin.routing: 'profile_run' was changed from False to True",
+        "routing.script_runtime().in_profile_run() is False",
+    ),
+    "watcher left": (
+        "routing._process.watchers.append(print)",  # as watch_routing does that is never left
+        "afd_plugin.routing: 'watch_routing[[]0[]]' was added (<built-in function print>)",
+        "routing._process.watchers == []",
+    ),
 }
 
 
@@ -181,6 +200,21 @@ def test_a_leak_is_named_and_undone(pytester: pytest.Pytester, name: str) -> Non
     )
     result.stdout.fnmatch_lines(["ERROR test_inner.py::test_leaky*"])
     assert "secret" not in result.stdout.str().split("left the process changed")[1]
+
+
+def test_the_routing_operator_is_watched_before_it_is_imported(pytester: pytest.Pytester) -> None:
+    """In a process of its own, which has not imported it yet."""
+    pytester.makepyfile(
+        test_inner="""
+        def test_leaky():
+            from afd_plugin import routing
+            routing.profile_run().__enter__()
+            routing._process.runtime = routing.script_runtime()
+        """
+    )
+    result = pytester.runpytest_subprocess(*QUIET)
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["  afd_plugin.routing: 'bound_runtime' was changed from None to*"])
 
 
 def test_deterministic_algorithms_are_turned_off_again(pytester: pytest.Pytester) -> None:
@@ -253,12 +287,17 @@ def test_what_is_scoped_is_no_leak(pytester: pytest.Pytester) -> None:
         def test_drawing_numbers():
             torch.rand(3)
 
+        def test_routing():
+            with routing.bound_runtime(routing.script_runtime()), routing.profile_run():
+                with routing.watch_routing(print):
+                    pass
+
         def test_real_imports():
             import colorsys, wave
             assert "colorsys" in sys.modules
         """,
     )
-    result.assert_outcomes(passed=7)
+    result.assert_outcomes(passed=8)
 
 
 def test_a_leaking_fixture_is_seen_at_its_test(pytester: pytest.Pytester) -> None:

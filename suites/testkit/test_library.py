@@ -15,7 +15,15 @@ from torch.library import Library
 
 from afd_plugin.errors import RoutingOpError
 from afd_plugin.ops import OpDefinition, register, take_down, with_torch
-from afd_plugin.routing import ROUTING_OP, bound_runtime, script_runtime
+from afd_plugin.routing import (
+    ROUTING_OP,
+    RoutingRuntime,
+    TokenHolders,
+    balance_routing_ids_,
+    bound_runtime,
+    register_routing_op,
+    script_runtime,
+)
 from afd_testkit.library import (
     OpCase,
     OpContractBroken,
@@ -154,6 +162,75 @@ def test_another_definition_of_the_name_is_an_error(op_library: OpLibrary) -> No
         with pytest.raises(RoutingOpError, match=rf"{NAME} is .* kernel .*add_ and .*subtract_"):
             inner.register(replace(ADD, kernel=subtract_))
     assert runs(op)
+
+
+def test_a_scope_that_has_ended_registers_nothing() -> None:
+    with op_scope() as scope:
+        scope.register(ADD)
+    with pytest.raises(RoutingOpError, match=f"{NAME} cannot be registered in a scope that has"):
+        scope.register(ADD)
+    assert is_gone(ADD)
+    never = OpLibrary()
+    never.close()
+    with pytest.raises(RoutingOpError, match="Register inside the scope"):
+        never.register(DOUBLED)
+
+
+def test_a_registrar_with_a_library_of_its_own_is_refused(op_library: OpLibrary) -> None:
+    own: list[Library] = []
+
+    def registrar(definition: OpDefinition, library: Library) -> None:
+        own.append(Library(definition.namespace, "FRAGMENT"))
+        with_torch(definition, own[0])
+
+    with pytest.raises(RoutingOpError, match=f"registrar of {NAME} defined it in a library of its"):
+        op_library.register(ADD, registrar)
+    take_down(own[0])
+    assert is_gone(ADD)
+    assert runs(op_library.register(ADD))  # nothing of it is remembered
+
+
+def test_a_part_in_another_library_is_told_when_the_scope_ends() -> None:
+    own: list[Library] = []
+
+    def registrar(definition: OpDefinition, library: Library) -> None:
+        with_torch(definition, library)
+        own.append(Library(definition.namespace, "IMPL"))
+        own[0].impl(definition.name, definition.kernel, "CPU")
+
+    scope = OpLibrary()
+    assert runs(scope.register(ADD, registrar))
+    with pytest.raises(RoutingOpError, match=f"{NAME}: a part is still registered"):
+        scope.close()
+    own[0]._destroy()
+    assert is_gone(ADD)
+
+
+def test_a_runtime_goes_with_the_operator_that_it_was_bound_to() -> None:
+    with op_scope() as scope:
+        scope.register(ROUTING_OP)
+        register_routing_op()
+        balance_routing_ids_(torch.zeros(2, 2, dtype=torch.int64), 4)
+        with op_scope() as inner:  # takes nothing down, and so takes nothing back
+            inner.register(ROUTING_OP)
+            register_routing_op()
+        balance_routing_ids_(torch.zeros(2, 2, dtype=torch.int64), 4)
+    with op_scope() as scope:
+        op = scope.register(ROUTING_OP)
+        with pytest.raises(RoutingOpError, match="before a runtime was bound"):
+            op(torch.zeros(2, 2, dtype=torch.int64), 4, False)
+
+
+def test_a_runtime_that_was_bound_before_stays() -> None:
+    outer = RoutingRuntime("outer", lambda: True, TokenHolders)
+    with bound_runtime(outer), op_scope() as scope:
+        with op_scope() as inner:
+            inner.register(ROUTING_OP)
+            register_routing_op()
+        op = scope.register(ROUTING_OP)
+        ids = torch.zeros(2, 2, dtype=torch.int64)
+        op(ids, 4, False)  # profiling, as the outer one says
+        assert sorted(ids.flatten().tolist()) == [0, 1, 2, 3]
 
 
 class Broken(Exception):
