@@ -111,9 +111,13 @@ def runtime_of(vllm_config: VllmConfig) -> RoutingRuntime:
 def register_for(vllm_config: VllmConfig) -> None:
     """Register the operator for the stack of this process; once, complete or raising.
 
-    Complete is with a kernel for the device that the platform computes on.
+    Complete is with a kernel for the device that the platform computes on.  Of an NPU that cannot
+    be asked before it is set up, since its tensors need not be dispatched by the key that the
+    platform names; there a kernel for some device must do.
     """
-    register_routing_op(runtime_of(vllm_config), with_vllm, current_platform.dispatch_key)
+    runtime = runtime_of(vllm_config)
+    key = current_platform.dispatch_key if current_platform.device_type == "cpu" else None
+    register_routing_op(runtime, with_vllm, key)
 
 
 def route_through_op(runners: Iterable[Any], force_balance: bool) -> None:
