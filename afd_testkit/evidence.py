@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -240,7 +241,9 @@ def load_record(path: Path, *, device: bool = False) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read the record {str(path)!r}: {error}") from error
     try:
-        record = json.loads(text, parse_constant=_refuse_constant)
+        record = json.loads(
+            text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repetition
+        )
     except ValueError as error:
         raise RecordError(f"{str(path)!r} is not strict JSON: {error}") from error
     version = record.get("schema_version") if isinstance(record, dict) else None
@@ -265,6 +268,17 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON; records write it as the string {name!r}")
 
 
+def _refuse_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object as a dictionary; whoever reads it must not find one of two values."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        twice = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
+        raise ValueError(
+            f"an object names {twice!r} more than once; of two values either may be meant"
+        )
+    return members
+
+
 def _contradiction(record: Mapping[str, Any]) -> str:
     """Where commit, outcomes, expert ids, emulation, summary and verdict contradict each other."""
     commit, checkout = record["source"]["commit"], record["code"]["checkout"]
@@ -273,7 +287,7 @@ def _contradiction(record: Mapping[str, Any]) -> str:
     for number, check in enumerate(record["checks"]):
         if check["outcome"] == "passed" and not all(c["ok"] for c in check["comparisons"]):
             return f"at $.checks[{number}].outcome: 'passed', but a comparison is not ok"
-    if forced := why_not_natural(record["checks"]):
+    if forced := why_not_natural(record):
         return forced
     emulated = _emulated(record)
     if record["emulated_npu"] != emulated:

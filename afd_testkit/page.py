@@ -16,7 +16,7 @@ from afd_testkit.charts import (
 )
 from afd_testkit.device_evidence import Emulation, cannot_show, emulations, is_emulated
 from afd_testkit.failure import extent, failure_text, number, printable, title
-from afd_testkit.forced_balance import BALANCED, GATE
+from afd_testkit.forced_balance import asks_for_it, forced_count
 from afd_testkit.results import CheckResult, Outcome, StageBalance
 from afd_testkit.summary import (
     GateRow,
@@ -208,11 +208,14 @@ def _emulated(checks: Sequence[CheckResult]) -> Emulated | None:
 
 def _forced(checks: Sequence[CheckResult]) -> Forced | None:
     """``None`` where every expert id was the router's own."""
-    told = [check for check in checks if check.facts.get(BALANCED, 0)]
+    told = [check for check in checks if forced_count(check.facts)]
     if not told:
         return None
-    asked = (check.facts[BALANCED] for check in told if check.gate == GATE)
-    return Forced(sum(asked), [check for check in told if check.gate != GATE])
+    asked = [check for check in told if asks_for_it(check.gate, check.case, check.variant)]
+    return Forced(
+        sum(forced_count(check.facts) for check in asked),
+        [check for check in told if check not in asked],
+    )
 
 
 def _in_short(limit: str) -> tuple[str, str]:

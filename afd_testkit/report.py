@@ -53,7 +53,7 @@ _STYLE = {
 _WARNING = "bold yellow"
 _LEGEND = (
     "Read: diff must stay within limit (! where not); noise is what the engine varies by on the "
-    "same prompts; steps are those really split, and cut inside a request: 0 prove nothing."
+    "same prompts; steps: really split/cut inside a request, 0 proves nothing, – none was to be."
 )
 
 
@@ -221,7 +221,7 @@ def _judged(row: GateRow) -> list[Text]:
         _text(_tally(row), "red" if row.bad else ""),
         _text(_figures(row.worst("logprob"))),
         _text(_figures(row.worst("kv"))),
-        _text("/".join(map(str, row.steps))),
+        _text("–" if row.steps is None else "/".join(map(str, row.steps))),
         _text(extent(row.hit_percent)),
         _text(extent(row.chunks)),
     ]

@@ -21,6 +21,9 @@ from afd_testkit.results import CheckResult, Comparison, Outcome, StageBalance
 FACT_HIT_PERCENT = "realized_percent"  # number: prompt tokens served from the prefix cache
 FACT_CHUNKS = "chunks"  # request name to the scheduled tokens of each of its prefill steps
 
+#: Why a step was not split that was not to be split: what the splitter says then.
+SPLIT_OFF = "disabled"
+
 #: Stands for the engine of a test that names none, in a run that names none.
 NO_ENGINE = "no engine named"
 _REASON_LENGTH = 32
@@ -140,9 +143,15 @@ class GateRow:
         return sum(check.outcome in (Outcome.FAILED, Outcome.ERROR) for check in self.checks)
 
     @property
-    def steps(self) -> tuple[int, int]:
-        """Steps that were really split, and those of them cut inside a request."""
-        split = [step for check in self.checks for step in check.balance if is_split(step)]
+    def steps(self) -> tuple[int, int] | None:
+        """Steps that were really split, and those of them cut inside a request.
+
+        ``None`` where no step was to be split: none was reported, or in all of them it was off.
+        """
+        steps = [step for check in self.checks for step in check.balance]
+        if all(step.reason == SPLIT_OFF for step in steps):
+            return None
+        split = list(filter(is_split, steps))
         return len(split), sum(step.cuts_request for step in split)
 
     def worst(self, quantity: str) -> Comparison | None:

@@ -23,7 +23,16 @@ from afd_testkit.engines.base import (
     RunResult,
     SplitSetting,
 )
-from afd_testkit.forced_balance import BALANCED, GATE
+from afd_testkit.forced_balance import (
+    BALANCED,
+    DROPPED,
+    ENGINE,
+    GATE,
+    ID_DTYPES,
+    KEPT,
+    PROFILING,
+    layer_variant,
+)
 from afd_testkit.gates.check import Check, NotApplicable, run_check
 from afd_testkit.gates.routing_child import Answer, Guards, Order, ask
 from afd_testkit.gates.routing_ids import chosen_ids, experts_of, gated_inputs, why_uneven
@@ -31,10 +40,8 @@ from afd_testkit.gates.session import Baseline, GateSession, Subject, salted
 from afd_testkit.results import CheckResult
 
 NAME = GATE
-KEPT, DROPPED, ENGINE = "guards kept", "guards dropped", "engine"
 # Input and profile flag of each call through one callable; the first one compiles.
 _CALLS = ((0, True), (0, False), (1, False), (1, True), (0, False))
-_ID_DTYPES = ("int32", "int64")
 _GUARDS: Mapping[str, Guards] = {KEPT: "kept", DROPPED: "dropped"}
 _LENGTHS = ((5, 90, 17, 48), (64, 3, 31))
 _OFF = SplitSetting("off")
@@ -62,17 +69,17 @@ def run(session: GateSession, subject: Subject, case: str) -> Iterator[CheckResu
         yield from _model(session, subject, case)
         return
     answers: dict[str, Answer] = {}
-    for dtype in _ID_DTYPES:
+    for dtype in ID_DTYPES:
 
         def body(check: Check, dtype: str = dtype) -> None:
             check.judging = True
             environment = _environment(check)
             if not answers:  # one process for all of them
-                orders = [_order(check, case, each) for each in _ID_DTYPES]
-                answers.update(zip(_ID_DTYPES, ask(orders, environment), strict=True))
+                orders = [_order(check, case, each) for each in ID_DTYPES]
+                answers.update(zip(ID_DTYPES, ask(orders, environment), strict=True))
             _judge_layer(check, answers[dtype])
 
-        yield run_check(session, NAME, subject, case, f"{dtype} ids", body)
+        yield run_check(session, NAME, subject, case, layer_variant(dtype), body)
 
 
 def _order(check: Check, case: str, dtype: str) -> Order:
@@ -223,7 +230,7 @@ def _compiled(session: GateSession, subject: Subject) -> PrefillEngine:
 _RUNS = (
     ("serving, first batch", 0, False),
     ("serving, second batch", 1, False),
-    ("profiling", 1, True),
+    (PROFILING, 1, True),
     ("serving again", 0, False),
 )
 

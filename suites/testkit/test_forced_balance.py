@@ -17,7 +17,7 @@ from afd_testkit.evidence import InvalidRecordError, RecordError, RunInfo, load_
 from afd_testkit.gates.catalog import GATES
 from afd_testkit.gates.session import GateSession, Subject
 from afd_testkit.page import render_page
-from afd_testkit.results import CheckResult, Outcome
+from afd_testkit.results import CheckResult, Comparison, Outcome, Profile
 
 pytestmark = pytest.mark.cpu
 
@@ -32,7 +32,10 @@ CHECK = CheckResult(
     variant="token, alignment 1",
     outcome=Outcome.PASSED,
 )
-ROUTING = replace(CHECK, gate="routing", case="engine", facts={"balanced_routing": 6})
+ROUTING = replace(
+    CHECK, gate="routing", case="engine", variant="profiling", facts={"balanced_routing": 6}
+)
+LAYER = replace(ROUTING, case="guards kept", variant="int32 ids")
 
 
 class Forced(ReferenceEngine):
@@ -99,6 +102,20 @@ def test_the_gate_that_asks_for_it_may_have_it(tmp_path: Path) -> None:
     assert record["checks"][1]["facts"]["balanced_routing"] == 6
 
 
+@pytest.mark.parametrize("case", ["guards kept", "guards dropped"])
+@pytest.mark.parametrize("variant", ["int32 ids", "int64 ids"])
+def test_a_layer_by_itself_too(tmp_path: Path, case: str, variant: str) -> None:
+    layer = replace(LAYER, case=case, variant=variant)
+    assert load_record(written(tmp_path, layer))["verdict"] == "passed"
+
+
+def test_what_the_gate_really_reports_is_what_may_have_it(tmp_path: Path) -> None:
+    session = GateSession(start=start_with(0), paragraphs=TEXT)
+    checks = list(GATES["routing"].run(session, SUBJECT, "guards dropped"))
+    assert [check.facts["balanced_routing"] for check in checks] == [2, 2]
+    assert load_record(written(tmp_path, *checks))["verdict"] == "passed"
+
+
 def test_a_result_of_another_gate_may_not(tmp_path: Path) -> None:
     def force(record: dict[str, Any]) -> None:
         record["checks"][0]["facts"]["balanced_routing"] = 1
@@ -118,7 +135,126 @@ def test_nor_may_the_routing_check_under_another_name(tmp_path: Path) -> None:
         load_record(path)
 
 
-@pytest.mark.parametrize("value", [-1, "6", 0.5, True, None])
+@pytest.mark.parametrize("check", [0, 1])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"gate": "routing"},
+        {"gate": "routing", "case": "engine"},
+        {"gate": "routing", "case": "engine", "variant": "serving, first batch"},
+        {"gate": "routing", "case": "guards kept", "variant": "profiling"},
+        {"gate": "Routing", "case": "engine", "variant": "profiling"},
+    ],
+)
+def test_nor_a_result_under_the_name_of_that_gate(
+    tmp_path: Path, change: dict[str, str], check: int
+) -> None:
+    """The name of the gate does not make a check one that asks for even ids."""
+
+    def rename(record: dict[str, Any]) -> None:
+        renamed = record["checks"][check]
+        renamed["facts"]["balanced_routing"] = 5
+        renamed.update({"case": "unequal", "variant": "token, alignment 1"} | change)
+
+    path = tampered(written(tmp_path, CHECK, ROUTING), rename)
+    with pytest.raises(RecordError, match=rf"\$\.checks\[{check}\]\.facts\.balanced_routing: 5"):
+        load_record(path)
+
+
+def test_nor_a_check_that_compares_results_whatever_it_is_called(tmp_path: Path) -> None:
+    compared = Comparison("logprob", 0.0, 1e-5, 1e-5, 0.0, "tolerance", True, 10)
+    drawn = Profile("logprob", (0.0,), (0.0,), 1e-5)
+    for more in ({"comparisons": (compared,)}, {"profile": drawn}):
+        with pytest.raises(InvalidRecordError, match="compare no results"):
+            written(tmp_path, replace(ROUTING, **more))
+
+
+def test_nor_where_it_stands_deeper_in_the_facts(tmp_path: Path) -> None:
+    facts = {"steps": [{"policy": "unsplit"}, {"balanced_routing": 2}]}
+    with pytest.raises(InvalidRecordError, match="balanced_routing: 2 times"):
+        written(tmp_path, replace(CHECK, facts=facts))
+
+
+def test_a_fact_that_is_named_twice_hides_nothing(tmp_path: Path) -> None:
+    """Readers of JSON take the last of two members; which one a person sees is another matter."""
+    path = written(tmp_path, CHECK)
+    text = path.read_text(encoding="utf-8")
+    for name, member, twice in (
+        ("facts", '"facts": {}', '"facts": {"balanced_routing": 7}, "facts": {}'),
+        (
+            "balanced_routing",
+            '"facts": {}',
+            '"facts": {"balanced_routing": 7, "balanced_routing": 0}',
+        ),
+        ("gate", '"gate": "split"', '"gate": "routing", "gate": "split"'),
+    ):
+        assert text.count(member) == 1
+        path.write_text(text.replace(member, twice), encoding="utf-8")
+        with pytest.raises(RecordError, match=f"names '{name}' more than once"):
+            load_record(path)
+    path.write_text(text, encoding="utf-8")
+    assert load_record(path)["verdict"] == "passed"
+
+
+FORCING = [
+    {"afd": {"force_balanced_routing": True}},
+    {"additional_config": {"afd": {"force_balanced_routing": 1}}},
+    {"additional_config": '{"afd": {"force_balanced_routing": true}}'},
+    {"additional_config": "{'afd': {'force_balanced_routing': True}}"},
+    {"afd": [["connector", "none"], ["force_balanced_routing", True]]},
+    {"afd": "AFDConfig(policy='token', force_balanced_routing=True)"},
+    {"engines": [{"options": {"force_balanced_routing": "on"}}]},
+    {"afd": {"force_balanced_routing": None}},
+]
+
+
+@pytest.mark.parametrize("configuration", FORCING)
+def test_no_result_of_a_run_that_was_configured_so(
+    tmp_path: Path, configuration: dict[str, Any]
+) -> None:
+    def configure(record: dict[str, Any]) -> None:
+        record["configuration"] = configuration
+
+    path = tampered(written(tmp_path, CHECK), configure)
+    with pytest.raises(RecordError, match=r"at \$\.configuration\..*force_balanced_routing is"):
+        load_record(path)
+    waived = replace(CHECK, outcome=Outcome.WAIVED)
+    path = tampered(written(tmp_path, waived), configure)
+    with pytest.raises(RecordError, match=r"at \$\.configuration"):
+        load_record(path)
+
+
+def test_nor_of_one_whose_command_says_so(tmp_path: Path) -> None:
+    def command(record: dict[str, Any]) -> None:
+        record["command"] = ["run", '--additional-config={"afd":{"force_balanced_routing":true}}']
+
+    with pytest.raises(RecordError, match=r"at \$\.command\[1\]: force_balanced_routing is true"):
+        load_record(tampered(written(tmp_path, CHECK), command))
+
+
+def test_a_run_that_has_the_option_off_or_only_names_it_is_a_result(tmp_path: Path) -> None:
+    def configure(record: dict[str, Any]) -> None:
+        record["command"] = ["pytest", "-k", "force_balanced_routing"]
+        record["configuration"] = {
+            "afd": {"force_balanced_routing": False},
+            "more": '{"force_balanced_routing": false}',
+            "pairs": [["force_balanced_routing", False]],
+            "told": "force_balanced_routing=False",
+        }
+
+    record = load_record(tampered(written(tmp_path, CHECK), configure))
+    assert record["verdict"] == "passed"
+
+
+def test_failed_checks_of_a_forced_run_may_be_kept(tmp_path: Path) -> None:
+    def configure(record: dict[str, Any]) -> None:
+        record["configuration"] = {"afd": {"force_balanced_routing": True}}
+
+    failed = replace(CHECK, outcome=Outcome.FAILED)
+    assert load_record(tampered(written(tmp_path, failed), configure))["verdict"] == "failed"
+
+
+@pytest.mark.parametrize("value", [-1, "6", "", 0.5, 0.0, True, False, None, [], {}])
 def test_no_odd_value_hides_it(tmp_path: Path, value: object) -> None:
     def bend(record: dict[str, Any]) -> None:
         record["checks"][0]["facts"]["balanced_routing"] = value

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from afd_plugin import AFDConfig, ScheduledBatch, decide_step
 from afd_testkit.evidence import NotRun, RunFiles, RunInfo
 from afd_testkit.failure import extent, number, printable
 from afd_testkit.own_code import Code, Relation
@@ -243,6 +244,32 @@ def test_only_steps_with_two_real_stages_count_as_split():
     (row,) = gate_rows([passed(balance=steps), passed(balance=steps[:1])])
     assert row.steps == (3, 2)
     assert [imbalance(step) for step in steps] == [1.0, 1.4, 1.0, 2.0]
+
+
+OFF = StageBalance("unsplit", (10,), (10,), cuts_request=False, reason="disabled")
+
+
+@pytest.mark.parametrize(
+    ("steps", "counted", "shown_as"),
+    [
+        ((), None, "–"),
+        ((OFF, OFF), None, "–"),
+        ((OFF, dataclasses.replace(OFF, reason="no_cut_inside")), (0, 0), "0/0"),
+        ((dataclasses.replace(OFF, reason=None),), (0, 0), "0/0"),
+        ((OFF, StageBalance("token_balanced_tp", (5, 5), (5, 5), True)), (1, 1), "1/1"),
+    ],
+)
+def test_steps_that_were_not_to_be_split_are_not_counted(steps, counted, shown_as):
+    check = passed(balance=steps, gate="routing")
+    (row,) = gate_rows([check])
+    assert row.steps == counted
+    (line,) = [line.split() for line in shown([check]) if line.startswith("routing")]
+    assert line[-3:] == [shown_as, "–", "–"]
+
+
+def test_a_splitter_that_is_off_says_what_the_report_looks_for():
+    decision = decide_step(ScheduledBatch([5, 5]), AFDConfig(async_moe_ubatching=False), [])
+    assert decision.plan.reason == OFF.reason
 
 
 def test_the_worst_comparison_of_a_row_is_relative_to_its_limit():

@@ -233,6 +233,14 @@ def test_the_table_of_gates_has_the_figures():
     assert "0 of 1e-5 noise – 2 2 inside a request" in text
 
 
+def test_steps_of_a_gate_that_splits_none_are_a_dash():
+    off = StageBalance("unsplit", (10,), (10,), cuts_request=False, reason="disabled")
+    routing = dataclasses.replace(CHECK, gate="routing", comparisons=(), balance=(off,), facts={})
+    assert "1 passed – – – – –" in Page(render_page(RUN, [routing])).text
+    some = dataclasses.replace(routing, balance=(dataclasses.replace(off, reason="topology"),))
+    assert "1 passed – – 0 0 inside a request – –" in Page(render_page(RUN, [some])).text
+
+
 def test_a_failure_is_told_in_full():
     text = Page(render_page(RUN, [CHECK, FAILED])).text
     for words in (
