@@ -201,12 +201,12 @@ def _check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
     if topk_ids.dim() != 2 or topk_ids.dtype not in ID_DTYPES:
         raise RoutingError(
             f"topk_ids is {list(topk_ids.shape)} of {topk_ids.dtype}; it must be "
-            "[tokens, experts a token] of torch.int32 or torch.int64. Reshape or convert it first"
+            "[tokens, experts a token] of torch.int32 or torch.int64. Reshape or convert it first."
         )
     if num_experts < 1 or topk_ids.shape[1] > num_experts:
         raise RoutingError(
             f"topk_ids gives each token {topk_ids.shape[1]} experts of {num_experts}; num_experts "
-            "is the number of logical experts and must be at least as large. Give the router's own"
+            "is the number of logical experts and must be at least as large. Give the router's own."
         )
 
 

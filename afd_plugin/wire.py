@@ -134,11 +134,13 @@ def over_bytes(
         f"the buffer of {name} has {buffer.numel()} bytes; [{rows}, {columns}] of {dtype} has "
         f"{size}. Give each buffer whole, in the order in which they were packed",
     )
-    need(
-        buffer.storage_offset() % dtype.itemsize == 0,
-        f"the buffer of {name} begins at byte {buffer.storage_offset()} of its storage; {dtype} "
-        f"needs a multiple of {dtype.itemsize}. Receive it into memory of its own",
-    )
     if size == 0:  # an empty buffer has no stride that a view could start from
         return buffer.new_empty((rows, columns), dtype=dtype)
+    # Storage over memory of someone else may itself begin anywhere.
+    begin, address = buffer.storage_offset(), buffer.data_ptr()
+    need(
+        begin % dtype.itemsize == 0 and address % dtype.itemsize == 0,
+        f"the buffer of {name} begins at byte {begin} of its storage, at address {address:#x}; "
+        f"{dtype} needs multiples of {dtype.itemsize}. Receive it into memory of its own",
+    )
     return buffer.view(dtype).view(rows, columns)

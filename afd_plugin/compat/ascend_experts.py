@@ -180,7 +180,9 @@ def seam(side: AttentionSide) -> tuple[object, str, Callable[..., Any]]:
     """Where a layer of vLLM-Ascend is entered; see :func:`~afd_plugin.remote_experts.remote`."""
     backend = side.backend
     if not isinstance(backend, AscendExperts):
-        raise RoutingError(f"{type(backend).__name__} is no layer of vLLM-Ascend's.")
+        raise RoutingError(
+            f"{type(backend).__name__} is no layer of vLLM-Ascend's. Use backends_of here."
+        )
 
     def routed(hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
         return side(hidden_states, router_logits)[1]

@@ -118,7 +118,7 @@ def seam(side: AttentionSide) -> tuple[object, str, Callable[..., Any]]:
     """Where a layer of vLLM is entered; see :func:`~afd_plugin.remote_experts.remote`."""
     backend = side.backend
     if not isinstance(backend, VllmExperts):
-        raise RoutingError(f"{type(backend).__name__} is no layer of vLLM's.")
+        raise RoutingError(f"{type(backend).__name__} is no layer of vLLM's. Use backends_of here.")
 
     def apply(
         hidden_states: torch.Tensor,

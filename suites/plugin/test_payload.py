@@ -219,6 +219,21 @@ def test_a_header_of_bytes_of_any_kind_and_of_nothing_else() -> None:
             unpack(other, packed.buffers)  # type: ignore[arg-type]
 
 
+def test_a_buffer_over_memory_that_begins_anywhere() -> None:
+    packed = payload(5, 2).pack()
+    memory = np.zeros(64, dtype=np.uint8)
+    first = (-memory.ctypes.data) % 4  # of the first whole number in it
+    for start, ok in ((first, True), (first + 1, False), (first + 2, False), (first + 4, True)):
+        buffer = torch.from_numpy(memory[start : start + 40])
+        buffer.copy_(packed.buffers[0])
+        assert buffer.storage_offset() == 0
+        if ok:
+            assert unpack(packed.header, [buffer, packed.buffers[1]]).ids.equal(payload(5, 2).ids)
+        else:
+            with pytest.raises(RoutingPayloadError, match=r"at address 0x.*needs multiples of 4"):
+                unpack(packed.header, [buffer, packed.buffers[1]])
+
+
 def test_a_buffer_that_is_no_tensor() -> None:
     packed = payload(5, 2).pack()
     with pytest.raises(RoutingPayloadError, match="the buffer of weights is bytes; give a torch"):
