@@ -36,7 +36,7 @@ _ASKED = frozenset(
 )
 # The option with any value behind it, in JSON (quoted again or not), in Python or in YAML.
 _SET = re.compile(OPTION + r"""[\\"'\s]*[:=][\\"'\s]*(\w*)""")
-_NO_RESULT = ("failed", "error", "skipped")
+_NO_RESULT = ("failed", "error")
 
 
 def asks_for_it(gate: str, case: str, variant: str) -> bool:
@@ -66,7 +66,7 @@ def _count(value: Any) -> int:
 def why_not_natural(record: Mapping[str, Any]) -> str:
     """What in a record would let forced balance pass for a result; empty if nothing does.
 
-    Failed checks may have it, and skipped ones, since they are no result.
+    Failed checks may have it, since they are no result.
     """
     for number, check in enumerate(record["checks"]):
         if check["outcome"] in _NO_RESULT:
@@ -80,7 +80,7 @@ def why_not_natural(record: Mapping[str, Any]) -> str:
                 f"the model; only the gate {GATE!r} may do that, in the checks that compare no "
                 "results"
             )
-    if all(check["outcome"] in _NO_RESULT for check in record["checks"]):
+    if all(check["outcome"] in (*_NO_RESULT, "skipped") for check in record["checks"]):
         return ""
     for name in ("configuration", "command"):
         for place, value in _settings(record[name], f"$.{name}"):

@@ -33,7 +33,7 @@ class Order:
     ``gate``: [H, E] weights of the gate.  ``inputs``: [T, H] each, T may differ.  ``calls``:
     (index of the input, whether the profile flag is set), in order, through one callable.
     ``guards``: ``kept``, or ``dropped``: what the first call compiled serves every later one.
-    ``device``: of all tensors.  ``fault``: in force throughout.
+    ``dtype``: of gate and inputs.  ``device``: of all tensors.  ``fault``: in force throughout.
     """
 
     gate: Sequence[Sequence[float]]
@@ -42,6 +42,7 @@ class Order:
     top_k: int
     id_dtype: str
     guards: Guards
+    dtype: str = "float32"
     device: str = "cpu"
     fault: str | None = None
 
@@ -137,7 +138,8 @@ def execute(order: Order) -> Answer:
     with FAULTS[order.fault].inject(NoTarget()) if order.fault else nullcontext():
         routing.register_routing_op(routing.script_runtime())
         operator = routing.ROUTING_OP.overload
-        gate = torch.tensor(order.gate, dtype=torch.float32, device=order.device)
+        of: dict[str, Any] = {"dtype": getattr(torch, order.dtype), "device": order.device}
+        gate = torch.tensor(order.gate, **of)
         dtype: torch.dtype = {"int32": torch.int32, "int64": torch.int64}[order.id_dtype]
         experts = gate.shape[1]
 
@@ -149,9 +151,7 @@ def execute(order: Order) -> Answer:
 
         graphs: list[list[str]] = []
         run = _compiled(layer, order.guards, graphs)
-        inputs = [
-            torch.tensor(rows, dtype=torch.float32, device=order.device) for rows in order.inputs
-        ]
+        inputs = [torch.tensor(rows, **of) for rows in order.inputs]
         torch._dynamo.mark_dynamic(inputs[order.calls[0][0]], 0)
         earlier, ids = routing.routing_calls(), []
         for index, profiling in order.calls:

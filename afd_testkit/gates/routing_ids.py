@@ -55,11 +55,12 @@ def experts_of(model: str) -> int:
 
 @dataclass(frozen=True)
 class GatedInputs:
-    """A gate and inputs whose logits are exact in float32, and differ within each token.
+    """A gate and inputs whose logits are exact in bfloat16, and differ within each token.
 
     ``gate``: [H, E]; ``inputs``: [T, H] each, with small whole numbers.  The first favours
-    experts 0 and 1, the second the last two.  Sums of such numbers are exact in any order, so
-    that no device or compiler may find other experts.
+    experts 0 and 1, the second the last two.  Sums of such numbers are exact in any order, and
+    have at most eight significant bits, so that no dtype, device or compiler may find other
+    experts.
     """
 
     gate: NDArray[np.float64]
@@ -77,13 +78,13 @@ class GatedInputs:
         return np.argsort(-logits, axis=1)[:, : self.top_k].astype(np.int64)
 
 
-def gated_inputs(tokens: Sequence[int] = (48, 33), hidden: int = 16) -> GatedInputs:
+def gated_inputs(tokens: Sequence[int] = (48, 33), hidden: int = 8) -> GatedInputs:
     """Eight experts, two a token; row 0 of the gate favours, the last one keeps logits apart."""
     random = np.random.default_rng(11)
     experts = 8
     gate = random.integers(-1, 2, (hidden, experts)).astype(np.float64)
     gate[0] = [6, 6, 0, 0, 0, 0, -6, -6]
-    gate[-1] = np.arange(experts) / 16
+    gate[-1] = np.arange(experts) / 8
     inputs = []
     for count, favour in zip(tokens, (1, -1), strict=True):
         rows = random.integers(-1, 2, (count, hidden)).astype(np.float64)

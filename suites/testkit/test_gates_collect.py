@@ -30,10 +30,12 @@ def test_a_folder_without_a_model(pytester: pytest.Pytester, tmp_path: Path) -> 
     assert "config.json" in shown
 
 
-# Routing: of a layer with guards kept and dropped; on vLLM of a whole model, too, in float32 only.
+# Routing: of a layer with guards kept and dropped, in every dtype; on vLLM of a whole model, too,
+# in float32 only.
 # External routing: on vLLM in one step and in chunks, in every dtype.
 @pytest.mark.parametrize(
-    ("engine", "subjects", "routing"), [("reference", 2, 2 * 2), ("vllm-cpu", 4, 2 * 3 + 4 * 2)]
+    ("engine", "subjects", "routing"),
+    [("reference", 2, 2 * 2), ("vllm-cpu", 4, 4 * 2 + 2 * 1 + 4 * 2)],
 )
 def test_every_gate_is_collected_for_every_subject(
     pytester: pytest.Pytester, engine: str, subjects: int, routing: int

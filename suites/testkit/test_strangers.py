@@ -60,6 +60,34 @@ def test_the_worst_outcome_of_a_test_counts(outcomes: Any, tmp_path: Path) -> No
     assert outcomes.count(read) == {"passed": 1, "failed": 1, "error": 2, "skipped": 1}
 
 
+TIMED = """<?xml version="1.0"?><testsuites><testsuite time="99">
+<testcase classname="tests.a.TestA" name="test_good" time="1.25"/>
+<testcase classname="tests.a.TestA" name="test_good" time="0.5"><error message="end"/></testcase>
+<testcase classname="tests.a" name="test_bad[1-x]" time="0.25"><failure message="no"/></testcase>
+<testcase classname="" name="tests.b"><error message="import"/></testcase>
+</testsuite><testsuite time="7">
+<testcase classname="tests.c" name="test_other" time="2.0"/>
+</testsuite></testsuites>"""
+
+
+def test_the_seconds_of_a_test_are_those_of_all_its_records(outcomes: Any, tmp_path: Path) -> None:
+    """Those of call and teardown together, of every suite, and none where the file names none."""
+    (tmp_path / "junit.xml").write_text(TIMED)
+    assert outcomes.read_seconds(tmp_path / "junit.xml") == {
+        "tests.a.TestA::test_good": 1.75,
+        "tests.a::test_bad[1-x]": 0.25,
+        "tests.b": 0.0,
+        "tests.c::test_other": 2.0,
+    }
+
+
+def test_seconds_and_outcomes_name_the_same_tests(outcomes: Any, tmp_path: Path) -> None:
+    for text in (JUNIT, TIMED):
+        (tmp_path / "junit.xml").write_text(text)
+        seconds = outcomes.read_seconds(tmp_path / "junit.xml")
+        assert seconds.keys() == outcomes.read_outcomes(tmp_path / "junit.xml").keys()
+
+
 def test_a_test_is_lost_that_passes_in_one_run_alone(outcomes: Any) -> None:
     own = {"a": "passed", "b": "passed", "c": "passed", "d": "failed", "e": "passed"}
     emulated = {"a": "passed", "b": "failed", "c": "skipped", "d": "failed"}
@@ -114,6 +142,38 @@ def test_the_batches_are_all_of_their_tests_each_once(script: Any, tmp_path: Pat
     ignored = {part.removeprefix("--ignore=") for part in given["host"][1:]}
     assert ignored == {*devices, *(name for name in given["alone"])}
     assert given["alone"] == tuple(script.ALONE)
+
+
+def column(script: Any, **batches: dict[str, str]) -> Any:
+    return script.Column(batches, {}, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("others", "common"),
+    [
+        ([], ["a", "b", "c"]),
+        ([{"host": {"a": "passed", "b": "passed", "c": "passed", "d": "passed"}}], ["a", "b", "c"]),
+        ([{"host": {"a": "passed", "b": "failed", "c": "skipped"}}], ["a"]),
+        ([{"host": {"b": "passed"}, "alone": {"c": "passed", "e": "passed"}}], ["b", "c"]),
+        (
+            [{"host": {"a": "passed", "b": "passed"}}, {"host": {"b": "passed", "c": "error"}}],
+            ["b"],
+        ),
+        ([{"host": {}}], []),
+    ],
+)
+def test_what_passes_everywhere_passes_in_every_column(
+    script: Any, others: list[dict[str, dict[str, str]]], common: list[str]
+) -> None:
+    """In whatever batch it ran there; what is missing in a column does not pass in it."""
+    first = column(
+        script,
+        host={"a": "passed", "b": "passed", "d": "failed"},
+        alone={"c": "passed", "f": "skipped"},
+    )
+    columns = [first, *(column(script, **other) for other in others)]
+    assert sorted(script.passed_everywhere(columns)) == common
+    assert sorted(script.passed_everywhere(columns[::-1])) == common
 
 
 def test_model_configurations_are_found_as_a_hub_cache(script: Any, tmp_path: Path) -> None:
