@@ -1,0 +1,108 @@
+"""What one process of an accuracy run is told, and what it leaves behind, as JSON.
+
+A run is a list of arms on one engine: the same questions under another way of splitting, or with
+a fault injected.  Every arm leaves a file when it is done, so that what is finished is kept
+whatever happens later.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from afd_testkit.accuracy.task import Answer
+
+BASELINE = "unsplit"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """``policy``: ``off``, ``request`` or ``token``.  ``fault``: what is injected, if anything.
+
+    ``questions``: how many are answered, the first ones; 0 asks none.  ``teacher_forced``: of how
+    many the reference answer's log-probabilities are taken.  ``backwards``: those are run in
+    reverse order, so that steps hold other batches: what differs then is the engine's own noise.
+    """
+
+    name: str
+    policy: str
+    questions: int
+    teacher_forced: int
+    fault: str | None = None
+    backwards: bool = False
+
+
+@dataclass(frozen=True)
+class Spec:
+    """``task``: folder with the task's files.  ``seeds``: lm-eval's four, by name."""
+
+    model: str
+    dtype: str
+    task: str
+    results: str
+    shots: int
+    arms: tuple[Arm, ...]
+    max_model_len: int = 1024
+    max_step_tokens: int = 2048
+    max_num_seqs: int = 64
+    kv_cache_bytes: int = 256 << 20
+    seeds: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), 1234
+        )
+    )
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Spec:
+        """The inverse of :meth:`write`."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**data, "arms": tuple(Arm(**arm) for arm in data["arms"])})
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """What an arm gave.
+
+    ``logprobs``: by question id, of each token of the reference answer after the same prompt, in
+    nats.  ``steps``, ``split_steps``, ``cut_requests``: from the worker's own evidence.
+    ``balanced_routing``: executions of the routing operator with ids that were not the router's.
+    """
+
+    arm: Arm
+    answers: tuple[Answer, ...]
+    logprobs: dict[str, list[float]]
+    steps: int
+    split_steps: int
+    cut_requests: int
+    balanced_routing: int
+    seconds: float
+    facts: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """As ``<name>.json``; complete or not at all."""
+        path = folder / f"{self.arm.name}.json"
+        half = path.with_suffix(".part")
+        half.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        half.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> ArmResult:
+        """The inverse of :meth:`write`."""
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return cls(
+            **{
+                **data,
+                "arm": Arm(**data["arm"]),
+                "answers": tuple(Answer(**one) for one in data["answers"]),
+            }
+        )
+
+    def right(self, by: str = "strict") -> dict[str, bool]:
+        """By question id, whether the answer is right by the filter ``strict`` or ``flexible``."""
+        return {one.id: getattr(one, by) for one in self.answers}

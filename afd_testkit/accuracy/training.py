@@ -1,0 +1,160 @@
+"""Trains the small model that answers the problems: ``python -m afd_testkit.accuracy.training``.
+
+DeepSeek-V3 as transformers has it, with experts computed densely (each expert for every token,
+weighted by zero where it was not chosen), which at this size is faster than picking rows.
+Sequences are examples in a row, as few-shot prompts are.  Loss is on answers only.
+Reproducible within a tolerance, not to the bit: sums of several threads come in any order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from afd_testkit.accuracy.corpus import IGNORED, SEPARATOR, batches
+from afd_testkit.accuracy.problems import Problem, as_text
+from afd_testkit.accuracy.recipe import Recipe, architecture
+
+_SAY_EVERY = 100  # steps
+
+
+def dense_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """``hidden`` [N, H] through every expert, summed with ``weights`` [N, K] at ``chosen``."""
+    share = hidden.new_zeros(hidden.shape[0], module.num_experts)
+    share = share.scatter(1, chosen, weights.to(share.dtype))
+    gate, up = torch.einsum("nh,eih->eni", hidden, module.gate_up_proj).chunk(2, dim=-1)
+    inner = module.act_fn(gate) * up * share.t()[..., None]
+    return torch.einsum("eni,ehi->nh", inner, module.down_proj)
+
+
+def make_model(vocabulary: int, seed: int) -> nn.Module:
+    """An untrained model."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register("dense", dense_experts)
+    config = DeepseekV3Config(**architecture(vocabulary))
+    config._experts_implementation = "dense"
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(seed)
+    return DeepseekV3ForCausalLM(config)  # type: ignore[no-any-return]
+
+
+@dataclass
+class LoadBalance:
+    """Moves each router's bias so that no expert starves, by ``size`` a step."""
+
+    model: nn.Module
+    size: float
+    counts: list[Tensor] = field(default_factory=list)
+
+    def step(self, ids: Tensor) -> None:
+        """Look where the tokens of ``ids`` [rows, tokens] go: starved experts up, crowded down."""
+        gates = [m for m in self.model.modules() if type(m).__name__ == "DeepseekV3TopkRouter"]
+        self.counts = []
+        hooks = [gate.register_forward_hook(self._count) for gate in gates]
+        try:
+            with torch.no_grad():
+                self.model(input_ids=ids, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for gate, count in zip(gates, self.counts, strict=True):
+            gate.e_score_correction_bias += self.size * torch.sign(count.mean() - count)
+
+    def _count(self, gate: Any, _inputs: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        count = torch.bincount(output[2].flatten(), minlength=gate.num_experts)
+        self.counts.append(count.float())
+
+    @property
+    def shares(self) -> list[list[float]]:
+        """Share of assignments by expert of each sparse layer, when last looked at."""
+        return [[round(float(n / count.sum()), 3) for n in count] for count in self.counts]
+
+
+def rate(recipe: Recipe, done: float) -> float:
+    """Learning rate at the share ``done`` of the training: warm-up, then a cosine to zero."""
+    if done < recipe.warm_up:
+        return recipe.learning_rate * done / recipe.warm_up
+    left = (done - recipe.warm_up) / (1 - recipe.warm_up)
+    return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * left))
+
+
+def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    """AdamW; what is not a matrix does not decay."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    return torch.optim.AdamW(
+        [
+            {"params": matrices, "weight_decay": recipe.weight_decay},
+            {"params": rest, "weight_decay": 0.0},
+        ],
+        lr=recipe.learning_rate,
+        betas=(0.9, 0.98),
+    )
+
+
+def train(recipe: Recipe, tokenizer: Tokenizer, say: Callable[[str], None]) -> nn.Module:
+    """All phases; the model in evaluation mode, its weights rounded to bfloat16."""
+    model = make_model(tokenizer.get_vocab_size(), recipe.seed)
+    balance = LoadBalance(model, recipe.routing_step)
+    optimizer, compiled = optimizer_of(model, recipe), torch.compile(model)
+    started, step = time.monotonic(), 0
+    for phase in recipe.phases:
+        source = batches(recipe, phase, tokenizer, recipe.seed + step)
+        for _ in range(phase.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = rate(recipe, step / recipe.steps)
+            ids, targets, weights = next(source)
+            loss = _loss(compiled, ids, targets, weights)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            balance.step(ids[: max(1, len(ids) // 12)])
+            if step % _SAY_EVERY == 0:
+                minutes = (time.monotonic() - started) / 60
+                say(f"step {step}, {minutes:.1f} min, loss {float(loss):.4f}, {balance.shares}")
+            step += 1
+    return model.to(torch.bfloat16).float().eval()
+
+
+def _loss(model: Callable[..., Any], ids: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """The weighted loss of one batch."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits
+    each = nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none"
+    )
+    scale = weights.flatten()
+    return (each * scale).sum() / scale.sum()
+
+
+def right_answers(
+    model: nn.Module, tokenizer: Tokenizer, asked: Sequence[Problem], shots: Sequence[Problem]
+) -> int:
+    """How many of ``asked`` the model answers greedily as the reference does, word for word.
+
+    Teacher-forced: greedy decoding gives the reference answer if and only if every one of its
+    tokens is the likeliest.
+    """
+    right = 0
+    prefix = "".join(as_text(one) + SEPARATOR for one in shots)
+    for problem in asked:
+        prompt = f"{prefix}Question: {problem.question}\nAnswer:"
+        ids = tokenizer.encode(prefix + as_text(problem) + SEPARATOR).ids
+        start = len(tokenizer.encode(prompt).ids)
+        row = torch.tensor([ids])
+        with torch.no_grad():
+            best = model(input_ids=row, use_cache=False).logits[0].argmax(-1)
+        right += bool((best[start - 1 : -1] == row[0, start:]).all())
+    return right
