@@ -115,6 +115,10 @@ def _afd_options(config: pytest.Config, settings: Settings, *, folders: bool = T
         words.append(f"--afd-npu-streams={settings.npu_streams}")
     if settings.prompts is not None:
         words.append(f"--afd-prompts={settings.prompts}")
+    if settings.gsm8k is not None:
+        words.append(f"--afd-gsm8k={settings.gsm8k}")
+    if settings.questions is not None:
+        words.append(f"--afd-questions={settings.questions}")
     if folders and settings.cache != default_cache():
         words.append(f"--afd-cache={settings.cache}")
     if folders and settings.results != config.invocation_params.dir / DEFAULT_RESULTS:

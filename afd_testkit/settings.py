@@ -22,6 +22,8 @@ class Settings:
     ``models``: checkpoint directories (absolute) or names of built-in recipes.
     ``prompts``: the user's own prompts (absolute path), already checked line by line.
     ``npu_streams``: ``check`` has engines on the emulated NPU check the order of accesses.
+    ``gsm8k``: file of questions for the accuracy gate (absolute), ``None`` for the built-in ones.
+    ``questions``: how many of them are asked; ``None`` for all.
     ``results``: folder for the record and the page.  ``cache``: folder for made models.
     """
 
@@ -32,6 +34,8 @@ class Settings:
     results: Path
     cache: Path
     npu_streams: str = "off"
+    gsm8k: Path | None = None
+    questions: int | None = None
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -62,6 +66,17 @@ def add_options(parser: pytest.Parser) -> None:
         "--afd-prompts",
         metavar="FILE.jsonl",
         help="your own prompts, one JSON object a line with text or token_ids",
+    )
+    group.addoption(
+        "--afd-gsm8k",
+        metavar="FILE.jsonl",
+        help="questions for the accuracy gate, in GSM8K's layout (default: the built-in ones)",
+    )
+    group.addoption(
+        "--afd-questions",
+        type=int,
+        metavar="N",
+        help="ask only the first N questions in the accuracy gate (default: all)",
     )
     group.addoption(
         "--afd-results",
@@ -96,6 +111,7 @@ def parse_settings(config: pytest.Config) -> Settings:
     cache: str | None = config.getoption("--afd-cache")
     prompts: str | None = config.getoption("--afd-prompts")
     engine: str | None = config.getoption("--afd-engine")
+    gsm8k: str | None = config.getoption("--afd-gsm8k")
     if engine is not None and not engine.strip():
         raise pytest.UsageError("--afd-engine is empty; give a name such as reference or vllm-cpu.")
     return Settings(
@@ -106,6 +122,8 @@ def parse_settings(config: pytest.Config) -> Settings:
         results=_folder("--afd-results", base / config.getoption("--afd-results")),
         cache=_folder("--afd-cache", default_cache() if cache is None else base / cache),
         npu_streams=config.getoption("--afd-npu-streams"),
+        gsm8k=None if gsm8k is None else _questions(base / gsm8k),
+        questions=_count("--afd-questions", config.getoption("--afd-questions")),
     )
 
 
@@ -178,3 +196,19 @@ def _prompts(path: Path) -> Path:
     except PromptFileError as error:
         raise pytest.UsageError(f"--afd-prompts: {error}") from error
     return path
+
+
+def _questions(path: Path) -> Path:
+    from afd_testkit.accuracy.questions import QuestionsError, read_questions
+
+    try:
+        read_questions(path)
+    except QuestionsError as error:
+        raise pytest.UsageError(f"--afd-gsm8k: {error}") from error
+    return path
+
+
+def _count(option: str, value: int | None) -> int | None:
+    if value is not None and value < 1:
+        raise pytest.UsageError(f"{option} is {value}; ask for 1 or more.")
+    return value

@@ -13,6 +13,7 @@ from torch import Tensor
 from afd_testkit.accuracy.problems import Level, Problem, as_text, drill, problems
 from afd_testkit.accuracy.recipe import Phase, Recipe
 
+PAD, EOS = "<pad>", "<eos>"
 SEPARATOR = "\n\n"  # between examples, as lm-eval writes them
 IGNORED = -100
 VOCABULARY = 1024  # at most; the text gives about 450
@@ -45,7 +46,7 @@ def make_tokenizer(recipe: Recipe) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<pad>", "<bos>", "<eos>"],
+        special_tokens=[PAD, "<bos>", EOS],
         show_progress=False,
     )
     tokenizer.train_from_iterator((as_text(one) + SEPARATOR for one in some), trainer)

@@ -8,11 +8,13 @@ Reproducible within a tolerance, not to the bit: sums of several threads come in
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from afd_testkit.accuracy.corpus import IGNORED, SEPARATOR, batches
-from afd_testkit.accuracy.problems import Problem, as_text
+from afd_testkit.accuracy.corpus import EOS, IGNORED, PAD, SEPARATOR, batches, make_tokenizer
+from afd_testkit.accuracy.problems import Level, Problem, as_text, problems
 from afd_testkit.accuracy.recipe import Recipe, architecture
 
 _SAY_EVERY = 100  # steps
+_ASKED = 200  # held-out problems asked of the result, of each level
 
 
 def dense_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -46,7 +49,7 @@ def make_model(vocabulary: int, seed: int) -> nn.Module:
     config._experts_implementation = "dense"
     config._attn_implementation = "sdpa"
     torch.manual_seed(seed)
-    return DeepseekV3ForCausalLM(config)  # type: ignore[no-any-return]
+    return DeepseekV3ForCausalLM(config)
 
 
 @dataclass
@@ -89,43 +92,54 @@ def rate(recipe: Recipe, done: float) -> float:
     return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * left))
 
 
-def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW; what is not a matrix does not decay."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    rest = [p for p in model.parameters() if p.ndim < 2]
-    return torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": recipe.weight_decay},
-            {"params": rest, "weight_decay": 0.0},
-        ],
-        lr=recipe.learning_rate,
-        betas=(0.9, 0.98),
-    )
+def optimizers_of(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for matrices between hidden states, AdamW for embeddings, experts and vectors.
+
+    Muon is what makes half an hour enough: after 200 steps the loss is half of AdamW's.  torch's
+    takes matrices only, and the experts of a layer are one tensor of three dimensions.
+    """
+    matrices: list[Tensor] = []
+    rest: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        inner = parameter.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight"))
+        (matrices if inner else rest).append(parameter)
+    return [
+        torch.optim.Muon(
+            matrices,
+            lr=recipe.learning_rate,
+            weight_decay=recipe.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(rest, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
 
 
 def train(recipe: Recipe, tokenizer: Tokenizer, say: Callable[[str], None]) -> nn.Module:
-    """All phases; the model in evaluation mode, its weights rounded to bfloat16."""
+    """All phases; the model in evaluation mode."""
     model = make_model(tokenizer.get_vocab_size(), recipe.seed)
     balance = LoadBalance(model, recipe.routing_step)
-    optimizer, compiled = optimizer_of(model, recipe), torch.compile(model)
+    optimizers, compiled = optimizers_of(model, recipe), torch.compile(model)
     started, step = time.monotonic(), 0
     for phase in recipe.phases:
         source = batches(recipe, phase, tokenizer, recipe.seed + step)
         for _ in range(phase.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = rate(recipe, step / recipe.steps)
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = rate(recipe, step / recipe.steps)
             ids, targets, weights = next(source)
             loss = _loss(compiled, ids, targets, weights)
-            optimizer.zero_grad()
+            model.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             balance.step(ids[: max(1, len(ids) // 12)])
             if step % _SAY_EVERY == 0:
                 minutes = (time.monotonic() - started) / 60
-                say(f"step {step}, {minutes:.1f} min, loss {float(loss):.4f}, {balance.shares}")
+                value = float(loss.detach())
+                say(f"step {step}, {minutes:.1f} min, loss {value:.4f}, experts {balance.shares}")
             step += 1
-    return model.to(torch.bfloat16).float().eval()
+    return model.eval()
 
 
 def _loss(model: Callable[..., Any], ids: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
@@ -158,3 +172,46 @@ def right_answers(
             best = model(input_ids=row, use_cache=False).logits[0].argmax(-1)
         right += bool((best[start - 1 : -1] == row[0, start:]).all())
     return right
+
+
+def save(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
+    """A checkpoint that engines load: weights in bfloat16, which computing in float32 keeps."""
+    saved: Any = model.to(torch.bfloat16)
+    saved.save_pretrained(out)
+    tokenizer.save(str(out / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": architecture(0)["max_position_embeddings"],
+    }
+    text = json.dumps(settings, indent=1) + "\n"
+    (out / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    (out / "generation_config.json").unlink(missing_ok=True)  # would add sampling settings
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, save, and say what was learnt."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("out", type=Path, help="folder for the checkpoint")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(given.threads)
+    recipe = Recipe(seed=given.seed)
+    tokenizer = make_tokenizer(recipe)
+    model = train(recipe, tokenizer, lambda text: print(text, flush=True))
+    save(model, tokenizer, given.out)
+    shots = list(islice(problems("train", recipe.seed), 5))
+    model = model.float()
+    levels: tuple[Level, ...] = ("plain", "hard")
+    for level in levels:
+        asked = list(islice(problems("held-out", recipe.seed, levels=(level,)), _ASKED))
+        for count in (0, 3, 5):
+            right = right_answers(model, tokenizer, asked, shots[:count])
+            print(f"{level}, {count}-shot: {right}/{len(asked)} word for word", flush=True)
+
+
+if __name__ == "__main__":
+    main()

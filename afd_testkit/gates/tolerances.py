@@ -68,6 +68,9 @@ TABLE: Mapping[tuple[str, str, str], Mapping[str, Tolerance]] = {
         "kv": Tolerance(1e-5, _ISSUE32),
         "hidden": Tolerance(1e-5, _ISSUE32),
     },
+    # One run asks in steps of its own making, so that split and unsplit arms batch alike but for
+    # the cut; a request in another batch already moves by rounding, which the noise is of.
+    ("accuracy", "float32", "none"): {"logprob": Tolerance(1e-5, _ISSUE32, noise_factor=4)},
     ("*", "bfloat16", "none"): {
         "logprob": Tolerance(0.03, _NOISE16, noise_factor=4),
         "kv": Tolerance(0.03, _NOISE16, noise_factor=4),

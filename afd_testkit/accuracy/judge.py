@@ -1,0 +1,278 @@
+"""What arms say together: scores, flips, margins, log-probabilities, as checks of a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from afd_testkit.accuracy.margins import TRUNCATED_SHARE, Margin
+from afd_testkit.accuracy.spec import BASELINE, Arm, ArmResult, Spec
+from afd_testkit.accuracy.verdict import (
+    CONFIDENCE,
+    Judgement,
+    NotPaired,
+    Paired,
+    detectable_drop,
+    fewest_questions,
+    lower_bound,
+    paired,
+    upper_bound,
+)
+from afd_testkit.forced_balance import BALANCED
+from afd_testkit.gates.tolerances import tolerances
+from afd_testkit.results import CheckResult, Comparison, Outcome, Worst
+
+GATE = "accuracy"
+NOISE = "noise"
+SCORE = "score"
+_FLIPS_SHOWN = 20
+_TOKENS = "logprob"
+
+
+@dataclass(frozen=True)
+class Judge:
+    """Judges arms of one run.  ``questions``: digest of what was asked."""
+
+    spec: Spec
+    model: str
+    margin: Margin
+    questions: str
+    results: Mapping[str, ArmResult]
+
+    def check(self, arm: Arm) -> CheckResult:
+        """What this arm is judged by."""
+        if arm.fault is not None:
+            return self.sensitivity(arm.name)
+        return self.baseline() if arm.name == BASELINE else self.arm(arm.name)
+
+    def baseline(self) -> CheckResult:
+        """The unsplit arm by itself: fit to be compared with, and not below the recorded score."""
+        base = self.results[BASELINE]
+        problems = self._unfit(base)
+        if base.split_steps:
+            problems.append(f"{base.split_steps} steps of the unsplit arm were split")
+        facts = self._facts(base)
+        asked = [one.id for one in base.answers]
+        floor = self.margin.floor(asked, self.spec.shots)
+        comparisons: tuple[Comparison, ...] = ()
+        if floor is not None:
+            score = _score(base)
+            ok = score >= floor
+            comparisons = (self._comparison(SCORE, floor - score, 0.0, ok, len(base.answers)),)
+            facts["floor"] = floor
+            if not ok:
+                problems.append(
+                    f"the unsplit score {score:.4f} is below the floor {floor:.4f}: the model's "
+                    f"recorded answers to these questions less its margin {self.margin.drop}. "
+                    "The stack is wrong before anything is split"
+                )
+        return self._check("baseline", BASELINE, comparisons, facts, problems)
+
+    def arm(self, name: str) -> CheckResult:
+        """A split arm against the unsplit one, by both signals."""
+        arm, base = self.results[name], self.results[BASELINE]
+        problems = self._unfit(arm)
+        if not arm.split_steps:
+            problems.append("no step of this arm was split; it shows nothing")
+        facts = self._facts(arm)
+        comparisons = [self._tokens(arm)]
+        if not comparisons[0].ok:
+            problems.append(_told(comparisons[0]))
+        try:
+            pair = paired(base.right(), arm.right())
+        except NotPaired as error:
+            return self._check("split", name, tuple(comparisons), facts, [*problems, str(error)])
+        comparisons.append(self._score_drop(pair))
+        facts.update(self._pair_facts(pair, arm, base))
+        judgement = pair.judge(self.margin.drop)
+        if judgement is not Judgement.PASSED:
+            problems.append(self._why(pair, judgement))
+        return self._check("split", name, tuple(comparisons), facts, problems)
+
+    def sensitivity(self, name: str) -> CheckResult:
+        """A faulty arm: passed where at least one signal sees the fault."""
+        arm, base = self.results[name], self.results[BASELINE]
+        tokens = self._tokens(arm)
+        asked = {one.id for one in arm.answers}
+        pair = paired({k: v for k, v in base.right().items() if k in asked}, arm.right())
+        by_score = pair.judge(self.margin.drop) is Judgement.FAILED
+        seen = [s for s, ok in ((SCORE, not by_score), (_TOKENS, tokens.ok)) if not ok]
+        facts = {
+            **self._facts(arm),
+            "fault": arm.arm.fault,
+            "seen_by": seen,
+            "broken": len(pair.broken),
+            "mended": len(pair.mended),
+            "logprob_difference": tokens.max_diff,
+        }
+        problems = [] if seen else [f"neither signal saw the fault {arm.arm.fault}"]
+        return self._check("sensitivity", name, (), facts, problems)
+
+    def _unfit(self, arm: ArmResult) -> list[str]:
+        """Why answers of this arm are no evidence of accuracy."""
+        problems = []
+        if arm.balanced_routing:
+            problems.append(
+                f"{arm.balanced_routing} times the expert ids were forced to be even: the answers "
+                "are not the model's own; switch force_balanced_routing off"
+            )
+        cut = sum(one.truncated for one in arm.answers)
+        if arm.answers and cut / len(arm.answers) > TRUNCATED_SHARE:
+            problems.append(
+                f"{cut} of {len(arm.answers)} answers ended at the limit of generated tokens; at "
+                f"most {TRUNCATED_SHARE:.0%} may. Raise the limit, or give a model that stops"
+            )
+        return problems
+
+    def _tokens(self, arm: ArmResult) -> Comparison:
+        """Log-probabilities of reference answers against the unsplit arm's, token by token."""
+        base = self.results[BASELINE].logprobs
+        limit = tolerances(GATE, self.spec.dtype, "none")[_TOKENS]
+        noise = _largest(base, self.results[NOISE].logprobs)[0]
+        largest, worst = _largest(base, arm.logprobs)
+        allowed = limit.with_noise(noise)
+        return Comparison(
+            quantity=_TOKENS,
+            max_diff=largest,
+            limit=allowed,
+            tolerance=limit.limit,
+            noise=noise,
+            rule=limit.rule,
+            ok=largest <= allowed,
+            compared=sum(map(len, arm.logprobs.values())),
+            worst=worst,
+            first=None if largest <= allowed else worst,
+        )
+
+    def _score_drop(self, pair: Paired) -> Comparison:
+        ok = pair.judge(self.margin.drop) is Judgement.PASSED
+        return self._comparison(
+            "score drop, 95 % bound", -pair.lowest_difference, self.margin.drop, ok, pair.n
+        )
+
+    def _comparison(
+        self, quantity: str, value: float, limit: float, ok: bool, compared: int
+    ) -> Comparison:
+        return Comparison(
+            quantity=quantity,
+            max_diff=max(0.0, value),
+            limit=limit,
+            tolerance=limit,
+            noise=None,
+            rule=self.margin.source,
+            ok=ok,
+            compared=compared,
+        )
+
+    def _facts(self, arm: ArmResult) -> dict[str, Any]:
+        n, right = len(arm.answers), sum(one.strict for one in arm.answers)
+        scores: dict[str, Any] = {}
+        if n:
+            scores = {
+                "questions": n,
+                "strict_match": right / n,
+                "flexible_extract": sum(one.flexible for one in arm.answers) / n,
+                "interval": [lower_bound(right, n), upper_bound(right, n)],
+                "truncated": sum(one.truncated for one in arm.answers),
+            }
+        return {
+            **scores,
+            "shots": self.spec.shots,
+            "steps": arm.steps,
+            "split_steps": arm.split_steps,
+            "cut_requests": arm.cut_requests,
+            BALANCED: arm.balanced_routing,
+            "questions_digest": self.questions,
+            "seeds": self.spec.seeds,
+            **arm.facts,
+        }
+
+    def _pair_facts(self, pair: Paired, arm: ArmResult, base: ArmResult) -> dict[str, Any]:
+        texts = [{one.id: one for one in each.answers} for each in (base, arm)]
+        flips = [
+            {
+                "id": name,
+                "way": way,
+                "unsplit": texts[0][name].text.strip(),
+                "split": texts[1][name].text.strip(),
+            }
+            for way, names in (("broken", pair.broken), ("mended", pair.mended))
+            for name in names
+        ]
+        return {
+            "baseline_score": pair.baseline_score,
+            "score": pair.score,
+            "broken": len(pair.broken),
+            "mended": len(pair.mended),
+            "p_value": pair.p_value,
+            "lowest_difference": pair.lowest_difference,
+            "margin": self.margin.drop,
+            "detectable_drop": detectable_drop(pair.n, self.margin.drop),
+            "flips": flips[:_FLIPS_SHOWN],
+            "flips_not_shown": max(0, len(flips) - _FLIPS_SHOWN),
+        }
+
+    def _why(self, pair: Paired, judgement: Judgement) -> str:
+        margin = self.margin.drop
+        if judgement is Judgement.TOO_FEW:
+            return (
+                f"{pair.n} questions cannot show that the score fell by less than {margin}; at "
+                f"least {fewest_questions(margin)} can. Ask more"
+            )
+        return (
+            f"the score went from {pair.baseline_score:.4f} to {pair.score:.4f} "
+            f"({len(pair.broken)} broken, {len(pair.mended)} mended, p = {pair.p_value:.2g}); with "
+            f"{CONFIDENCE:.0%} confidence it fell by less than {-pair.lowest_difference:.4f}, and "
+            f"that must be below {margin}"
+        )
+
+    def _check(
+        self,
+        case: str,
+        variant: str,
+        comparisons: tuple[Comparison, ...],
+        facts: dict[str, Any],
+        problems: list[str],
+    ) -> CheckResult:
+        return CheckResult(
+            gate=GATE,
+            engine="vllm-cpu",
+            model=self.model,
+            dtype=self.spec.dtype,
+            case=case,
+            variant=variant,
+            outcome=Outcome.FAILED if problems else Outcome.PASSED,
+            comparisons=comparisons,
+            facts=facts,
+            message="\n".join(problems),
+            seconds=self.results[variant].seconds,
+        )
+
+
+def _score(arm: ArmResult) -> float:
+    return sum(one.strict for one in arm.answers) / len(arm.answers)
+
+
+def _largest(
+    base: Mapping[str, list[float]], arm: Mapping[str, list[float]]
+) -> tuple[float, Worst | None]:
+    """The largest difference over the questions of ``arm``, and where it is."""
+    largest, where = 0.0, None
+    for name, values in arm.items():
+        for token, (got, expected) in enumerate(zip(values, base[name], strict=True)):
+            # Not a number is as far off as can be.
+            apart = abs(got - expected) if got == got and expected == expected else float("inf")
+            if where is None or apart > largest:
+                largest = apart
+                where = Worst(name, token, None, token, got, expected)
+    return largest, where
+
+
+def _told(tokens: Comparison) -> str:
+    where = tokens.worst
+    place = "" if where is None else f" at token {where.token} of the answer to {where.request}"
+    return (
+        f"the reference answers' log-probabilities differ by up to {tokens.max_diff:.3g}{place}; "
+        f"allowed are {tokens.limit:.3g} ({tokens.rule})"
+    )

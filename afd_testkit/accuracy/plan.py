@@ -1,0 +1,60 @@
+"""What is asked where nothing else is said: the gate's own questions, and the arms of a run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import islice
+
+from afd_testkit.accuracy.judge import NOISE
+from afd_testkit.accuracy.problems import Level, Problem, problems
+from afd_testkit.accuracy.questions import Question, question_id
+from afd_testkit.accuracy.spec import BASELINE, Arm
+
+PLAIN, HARD = 340, 110  # questions of the gate; the hard ones keep the score from saturating
+SHOTS_POOL = 40  # examples to draw shots from
+TEACHER_FORCED = 48  # reference answers whose log-probabilities are compared
+FAULT_QUESTIONS = 100  # asked under a fault
+_SEED = 2026
+
+
+def gate_questions(limit: int | None = None) -> tuple[Question, ...]:
+    """The gate's questions, the same every time: held out from training, in a mixed order."""
+    found = [*_distinct("plain", PLAIN), *_distinct("hard", HARD)]
+    random.Random(_SEED).shuffle(found)
+    return tuple(found[:limit])
+
+
+def small_shots() -> tuple[Question, ...]:
+    """Examples for prompts, of the training side."""
+    return tuple(as_question(one) for one in islice(problems("train", _SEED), SHOTS_POOL))
+
+
+def arms_of(questions: int, faults: Sequence[str]) -> tuple[Arm, ...]:
+    """Unsplit, its noise, both policies, and every fault under the policy ``token``."""
+    forced = min(questions, TEACHER_FORCED)
+    return (
+        Arm(BASELINE, "off", questions, forced),
+        Arm(NOISE, "off", 0, forced, backwards=True),
+        Arm("token", "token", questions, forced),
+        Arm("request", "request", questions, forced),
+        *(
+            Arm(name, "token", min(questions, FAULT_QUESTIONS), forced, fault=name)
+            for name in faults
+        ),
+    )
+
+
+def as_question(problem: Problem) -> Question:
+    """A generated problem as one of a file."""
+    return Question(question_id(problem.question), problem.question, problem.answer)
+
+
+def _distinct(level: Level, count: int) -> list[Question]:
+    found: dict[str, Question] = {}
+    for problem in problems("held-out", _SEED, levels=(level,)):
+        one = as_question(problem)
+        found.setdefault(one.id, one)
+        if len(found) == count:
+            break
+    return list(found.values())

@@ -1,0 +1,138 @@
+"""Runs the arms of a specification in a process of their own, and reads what they leave.
+
+The process imports vLLM and lm-eval, so that neither is ever loaded here, and a crash of the
+engine costs the arm in progress, not what was finished.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO
+
+from afd_testkit.accuracy.spec import ArmResult, Spec
+
+CHILD = "afd_testkit.engines._lm_eval"
+SAY = "afd: "  # what the child puts before each line of progress
+SILENT_SECONDS = 600.0  # without a line of output, the child is taken to hang
+_TAIL = 15
+
+
+class AccuracyRunError(RuntimeError):
+    """The arms could not be run to their end; the message says which are done."""
+
+
+def run_arms(
+    spec: Spec, say: Callable[[str], None], silent_seconds: float = SILENT_SECONDS
+) -> dict[str, ArmResult]:
+    """All arms by name; those that an earlier run of the same specification finished are read.
+
+    Raises :class:`AccuracyRunError` when the process ends early or says nothing for
+    ``silent_seconds``; finished arms stay in ``spec.results``, and the same call goes on there.
+    """
+    if importlib.util.find_spec("vllm") is None:
+        raise AccuracyRunError(
+            "vLLM is not installed here; install it (tox -e accuracy does), or judge a running "
+            "server with --afd-server"
+        )
+    folder = Path(spec.results)
+    folder.mkdir(parents=True, exist_ok=True)
+    said, log = folder / "spec.json", folder / "engine.log"
+    if said.exists() and Spec.read(said) != spec:
+        raise AccuracyRunError(
+            f"{folder} holds arms of another specification; give an empty folder, or remove it"
+        )
+    spec.write(said)
+    left = [arm for arm in spec.arms if not (folder / f"{arm.name}.json").exists()]
+    if left:
+        problem = _run(said, log, say, _environment(Path(spec.model), folder), silent_seconds)
+        missing = [arm.name for arm in left if not (folder / f"{arm.name}.json").exists()]
+        if problem or missing:
+            tail = "\n".join(_lines(log)[-_TAIL:])
+            raise AccuracyRunError(
+                f"{problem or 'the engine ended early'}; {len(spec.arms) - len(missing)} of "
+                f"{len(spec.arms)} arms are done, missing: {', '.join(missing) or 'none'}. The "
+                f"whole output is in {log}; its end:\n{tail}"
+            )
+    return {arm.name: ArmResult.read(folder / f"{arm.name}.json") for arm in spec.arms}
+
+
+def _environment(model: Path, folder: Path) -> dict[str, str]:
+    """One process, no network, nothing written outside of ``folder``."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    # Multi-head attention serves latent attention in float32; the CPU's MLA kernels take one size.
+    widened = config.get("kv_lora_rank") == 512 and config.get("qk_rope_head_dim") == 64
+    return {
+        **os.environ,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_MLA_DISABLE": "1" if "kv_lora_rank" in config and not widened else "0",
+        "VLLM_CACHE_ROOT": str(folder / "vllm"),
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "datasets"),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _run(
+    spec: Path,
+    log: Path,
+    say: Callable[[str], None],
+    environment: Mapping[str, str],
+    silent_seconds: float,
+) -> str:
+    """Run the child to its end; why it failed, or empty."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", CHILD, str(spec)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+        start_new_session=True,
+    )
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    output = child.stdout
+    if output is None:
+        raise AccuracyRunError("the engine's output cannot be read")
+    reader = threading.Thread(target=_read, args=(output, lines), daemon=True)
+    reader.start()
+    try:
+        with log.open("a", encoding="utf-8") as kept:
+            while True:
+                line = lines.get(timeout=silent_seconds)
+                if line is None:
+                    break
+                kept.write(line)
+                kept.flush()
+                if line.startswith(SAY):
+                    say(line.removeprefix(SAY).rstrip())
+        code = child.wait()
+    except queue.Empty:
+        return f"the engine said nothing for {silent_seconds:.0f} s and was stopped"
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        reader.join()
+        output.close()
+    return "" if code == 0 else f"the engine ended with status {code}"
+
+
+def _read(pipe: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
+    for line in pipe:
+        lines.put(line)
+    lines.put(None)
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
