@@ -46,7 +46,10 @@ class OpDefinition:
 
     @property
     def schema(self) -> str:
-        """The schema as torch prints it, e.g. ``vllm::f(Tensor(a0!) x, int n) -> ()``."""
+        """What to define, e.g. ``vllm::f(Tensor(a0!) x, float y=2.0) -> ()``.
+
+        As torch infers it; a default is printed otherwise once it is registered (``y=2.``).
+        """
         return f"{self.qualified_name}{infer_schema(self.kernel, mutates_args=self.mutates)}"
 
     @property
@@ -81,10 +84,11 @@ class OpDefinition:
         """
         name = self.qualified_name
         found = str(self.overload._schema)
-        if found != self.schema:
+        declared = str(torch._C.parse_schema(self.schema))
+        if found != declared:
             raise RoutingOpError(
                 f"{name} is registered in this process as {found}, but this package declares "
-                f"{self.schema}. Two versions of it are loaded; keep one."
+                f"{declared}. Two versions of it are loaded; keep one."
             )
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "Meta"):
             raise RoutingOpError(

@@ -108,6 +108,49 @@ def test_a_differing_schema_is_named(added: Library) -> None:
     assert f"as {ADD.schema}, but this package declares {other.schema}." in str(caught.value)
 
 
+def scale_(
+    x: torch.Tensor,
+    by: float = 2.0,
+    eps: float = 1e-5,
+    bias: float | None = None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - it is never called for
+    mode: str = "sum",
+) -> None:
+    x.mul_(by)
+
+
+def twice_(x: torch.Tensor, by: float = 2.0) -> None:
+    x.mul_(by)
+
+
+def thrice_(x: torch.Tensor, by: float = 3.0) -> None:
+    x.mul_(by)
+
+
+def fake_scale_(x: torch.Tensor, *options: object) -> None:
+    pass
+
+
+def test_defaults_may_be_printed_otherwise_than_they_are_declared() -> None:
+    """2.0 as ``2.``, 1e-05 with 17 digits, a device without its quotes."""
+    definition = OpDefinition("afd_ops_test", "scale_", scale_, ("x",), fake_scale_)
+    library = register(definition)
+    definition.check_registered("CPU")
+    assert str(definition.overload._schema) != definition.schema
+    x = torch.ones(2)
+    definition.overload(x)
+    assert x.tolist() == [2.0, 2.0]
+    take_down(library)
+
+
+def test_another_default_is_another_version() -> None:
+    definition = OpDefinition("afd_ops_test", "scale_", twice_, ("x",), fake_scale_)
+    library = register(definition)
+    with pytest.raises(RoutingOpError, match=r"by=2\.\).*declares .*by=3\.\)"):
+        replace(definition, kernel=thrice_).check_registered()
+    take_down(library)
+
+
 # --- complete or raising ----------------------------------------------------------------------
 
 
