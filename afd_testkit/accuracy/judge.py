@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf, isfinite
 from typing import Any
 
 from afd_testkit.accuracy.margins import TRUNCATED_SHARE, Margin
@@ -50,6 +51,8 @@ class Judge:
         """The unsplit arm by itself: fit to be compared with, and not below the recorded score."""
         base = self.results[BASELINE]
         problems = self._unfit(base)
+        if not base.answers:
+            problems.append("no question was answered; give at least one")
         if base.split_steps:
             problems.append(f"{base.split_steps} steps of the unsplit arm were split")
         facts = self._facts(base)
@@ -76,9 +79,17 @@ class Judge:
         if not arm.split_steps:
             problems.append("no step of this arm was split; it shows nothing")
         facts = self._facts(arm)
-        comparisons = [self._tokens(arm)]
-        if not comparisons[0].ok:
-            problems.append(_told(comparisons[0]))
+        comparisons = []
+        if set(arm.logprobs) == set(base.logprobs) != set():
+            comparisons.append(self._tokens(arm))
+            if not comparisons[0].ok:
+                problems.append(_told(comparisons[0]))
+        else:
+            problems.append(
+                f"log-probabilities of {len(base.logprobs)} reference answers were taken unsplit "
+                f"and of {len(arm.logprobs)} here, not of the same or of none; take both of one "
+                "list"
+            )
         try:
             pair = paired(base.right(), arm.right())
         except NotPaired as error:
@@ -96,8 +107,7 @@ class Judge:
         tokens = self._tokens(arm)
         asked = {one.id for one in arm.answers}
         pair = paired({k: v for k, v in base.right().items() if k in asked}, arm.right())
-        by_score = pair.judge(self.margin.drop) is Judgement.FAILED
-        seen = [s for s, ok in ((SCORE, not by_score), (_TOKENS, tokens.ok)) if not ok]
+        seen = [s for s, ok in ((SCORE, not self._fell(pair)), (_TOKENS, tokens.ok)) if not ok]
         facts = {
             **self._facts(arm),
             "fault": arm.arm.fault,
@@ -108,6 +118,12 @@ class Judge:
         }
         problems = [] if seen else [f"neither signal saw the fault {arm.arm.fault}"]
         return self._check("sensitivity", name, (), facts, problems)
+
+    def _fell(self, pair: Paired) -> bool:
+        """Whether the score shows a fault.  Where too few were asked to pass, flips must tell."""
+        judgement = pair.judge(self.margin.drop)
+        one_sided = len(pair.broken) > len(pair.mended) and pair.p_value < 1 - CONFIDENCE
+        return judgement is Judgement.FAILED or (judgement is Judgement.TOO_FEW and one_sided)
 
     def _unfit(self, arm: ArmResult) -> list[str]:
         """Why answers of this arm are no evidence of accuracy."""
@@ -123,6 +139,8 @@ class Judge:
                 f"{cut} of {len(arm.answers)} answers ended at the limit of generated tokens; at "
                 f"most {TRUNCATED_SHARE:.0%} may. Raise the limit, or give a model that stops"
             )
+        if arm.facts.get("generation", {}).get("do_sample") and not self.spec.seeds:
+            problems.append("answers were sampled and no seed is stated; decode greedily")
         return problems
 
     def _tokens(self, arm: ArmResult) -> Comparison:
@@ -132,6 +150,7 @@ class Judge:
         noise = _largest(base, self.results[NOISE].logprobs)[0]
         largest, worst = _largest(base, arm.logprobs)
         allowed = limit.with_noise(noise)
+        ok = isfinite(allowed) and largest <= allowed
         return Comparison(
             quantity=_TOKENS,
             max_diff=largest,
@@ -139,10 +158,10 @@ class Judge:
             tolerance=limit.limit,
             noise=noise,
             rule=limit.rule,
-            ok=largest <= allowed,
+            ok=ok,
             compared=sum(map(len, arm.logprobs.values())),
             worst=worst,
-            first=None if largest <= allowed else worst,
+            first=None if ok else worst,
         )
 
     def _score_drop(self, pair: Paired) -> Comparison:
@@ -262,7 +281,8 @@ def _largest(
     for name, values in arm.items():
         for token, (got, expected) in enumerate(zip(values, base[name], strict=True)):
             # Not a number is as far off as can be.
-            apart = abs(got - expected) if got == got and expected == expected else float("inf")
+            apart = 0.0 if got == expected else abs(got - expected)
+            apart = apart if apart == apart else inf
             if where is None or apart > largest:
                 largest = apart
                 where = Worst(name, token, None, token, got, expected)

@@ -84,19 +84,26 @@ def read_questions(path: Path, limit: int | None = None) -> tuple[Question, ...]
 def _question(line: str) -> Question:
     try:
         data: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise QuestionsError(f"not JSON ({error})") from error
     if not isinstance(data, dict):
         raise QuestionsError(f"a JSON {type(data).__name__}, not an object")
     for name in ("question", "answer"):
         if not isinstance(data.get(name), str) or not data[name].strip():
             raise QuestionsError(f"no text under {name!r}")
+        if not _is_text(data[name]):
+            raise QuestionsError(f"half a surrogate pair under {name!r}, which is no character")
     given = data.get("id", question_id(data["question"]))
-    if not isinstance(given, str) or not given:
+    if not isinstance(given, str) or not given.strip() or not _is_text(given):
         raise QuestionsError(f"id {given!r} is not a text; leave it out, or give a text")
     if not RESULT.search(data["answer"]):
         raise QuestionsError("the answer does not end in '#### number'")
     return Question(given, data["question"], data["answer"])
+
+
+def _is_text(value: str) -> bool:
+    """JSON's escapes can spell half a surrogate pair, which no tokenizer and no file takes."""
+    return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def question_id(question: str) -> str:
@@ -106,5 +113,6 @@ def question_id(question: str) -> str:
 
 def digest(questions: tuple[Question, ...]) -> str:
     """SHA-256 of a list of questions with its order: equal where the same was asked."""
-    text = "\n".join(f"{one.id}\t{one.question}\t{one.answer}" for one in questions)
+    # As JSON, so that no text can reach from one field into the next.
+    text = json.dumps([(one.id, one.question, one.answer) for one in questions])
     return hashlib.sha256(text.encode()).hexdigest()

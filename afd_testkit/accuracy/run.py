@@ -6,6 +6,7 @@ engine costs the arm in progress, not what was finished.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -67,7 +68,13 @@ def run_arms(
 
 def _environment(model: Path, folder: Path) -> dict[str, str]:
     """One process, no network, nothing written outside of ``folder``."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise AccuracyRunError(
+            f"{model} is no checkpoint ({error}); give a folder with config.json, weights and "
+            "tokenizer"
+        ) from error
     # Multi-head attention serves latent attention in float32; the CPU's MLA kernels take one size.
     widened = config.get("kv_lora_rank") == 512 and config.get("qk_rope_head_dim") == 64
     return {
@@ -116,13 +123,15 @@ def _run(
                 kept.flush()
                 if line.startswith(SAY):
                     say(line.removeprefix(SAY).rstrip())
-        code = child.wait()
-    except queue.Empty:
+        # It may close its output and live on.
+        code = child.wait(timeout=silent_seconds)
+    except (queue.Empty, subprocess.TimeoutExpired):
         return f"the engine said nothing for {silent_seconds:.0f} s and was stopped"
     finally:
-        if child.poll() is None:
+        # Also where it has ended: what it started holds the output open, and would stay.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        child.wait()
         reader.join()
         output.close()
     return "" if code == 0 else f"the engine ended with status {code}"

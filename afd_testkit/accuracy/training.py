@@ -9,6 +9,7 @@ Reproducible within a tolerance, not to the bit: sums of several threads come in
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import time
@@ -175,8 +176,12 @@ def right_answers(
 
 
 def save(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
-    """A checkpoint that engines load: weights in bfloat16, which computing in float32 keeps."""
-    saved: Any = model.to(torch.bfloat16)
+    """A checkpoint that engines load: weights in bfloat16, which computing in float32 keeps.
+
+    ``model`` stays as it is: rounding would take its rotation frequencies along, which are not
+    saved, so that it would no longer be what was saved.
+    """
+    saved: Any = copy.deepcopy(model).to(torch.bfloat16)
     saved.save_pretrained(out)
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {
@@ -193,6 +198,8 @@ def save(model: nn.Module, tokenizer: Tokenizer, out: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, save, and say what was learnt."""
+    from transformers import DeepseekV3ForCausalLM
+
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("out", type=Path, help="folder for the checkpoint")
     parser.add_argument("--threads", type=int, default=2)
@@ -201,10 +208,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(given.threads)
     recipe = Recipe(seed=given.seed)
     tokenizer = make_tokenizer(recipe)
-    model = train(recipe, tokenizer, lambda text: print(text, flush=True))
-    save(model, tokenizer, given.out)
+    save(train(recipe, tokenizer, lambda text: print(text, flush=True)), tokenizer, given.out)
+    model = DeepseekV3ForCausalLM.from_pretrained(given.out, dtype=torch.float32).eval()
     shots = list(islice(problems("train", recipe.seed), 5))
-    model = model.float()
     levels: tuple[Level, ...] = ("plain", "hard")
     for level in levels:
         asked = list(islice(problems("held-out", recipe.seed, levels=(level,)), _ASKED))
