@@ -45,7 +45,7 @@ class Margin:
 _FEW_FLIPS = (
     "a split changes no result in exact arithmetic, so that flips come only from rounding of near "
     "ties; 0.02 is what 183 questions without a flip show with 95 % confidence, and 1,319 "
-    "questions with up to 15 broken ones"
+    "questions with up to 16 broken ones"
 )
 #: By the name under ``_name_or_path`` or the folder of a checkpoint; "*" where none is listed.
 TABLE: Mapping[str, Margin] = {
