@@ -16,9 +16,10 @@ from typing import Any
 
 from afd_testkit.accuracy.run import SAY
 from afd_testkit.accuracy.spec import Arm, ArmResult, Spec
-from afd_testkit.accuracy.task import TASK, answers
+from afd_testkit.accuracy.task import TASK, answers, task_hash
 from afd_testkit.engines.base import EngineError
 
+GENERATED = 256  # tokens of an answer at most, as lm-eval has it
 _WORKER = "afd_plugin.workers.cpu.AFDCPUWorker"
 
 
@@ -80,13 +81,15 @@ def start(spec: Spec) -> Any:
                 self.reasons[tuple(tokens)] = output.outputs[0].finish_reason
             return outputs
 
+    length = model_length(spec)
     return Model(
         pretrained=spec.model,
         dtype=spec.dtype,
-        max_model_len=spec.max_model_len,
+        max_model_len=length,
         max_num_seqs=spec.max_num_seqs,
-        max_num_batched_tokens=spec.max_step_tokens,
+        max_num_batched_tokens=max(spec.max_step_tokens, length),
         batch_size="auto",
+        max_gen_toks=GENERATED,
         seed=0,
         enforce_eager=True,
         async_scheduling=False,
@@ -96,6 +99,37 @@ def start(spec: Spec) -> Any:
         worker_cls=_WORKER,
         additional_config={"afd": {"async_moe_ubatching": True}},
     )
+
+
+def model_length(spec: Spec) -> int:
+    """Tokens that the longest prompt and its answer take; prompts are never cut.
+
+    Raises :class:`EngineError` for more than the model has positions, and for a tokenizer that
+    does not give a text back.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(spec.model, local_files_only=True)
+    needed = 0
+    for one in _task(spec, max(arm.questions for arm in spec.arms)).instances:
+        counts = []
+        for text in (one.args[0], f" {one.doc['answer']}"):
+            tokens = tokenizer.encode(text, add_special_tokens=False)
+            counts.append(len(tokens))
+            if tokenizer.decode(tokens) != text:
+                raise EngineError(
+                    f"the tokenizer of {spec.model} does not give back the text of question "
+                    f"{one.doc['id']}: what it reads is not what was asked. Repair the tokenizer"
+                )
+        # The reference answer takes its place too, and one token is always generated.
+        needed = max(needed, counts[0] + max(GENERATED, counts[1] + 1))
+    most = AutoConfig.from_pretrained(spec.model, local_files_only=True).max_position_embeddings
+    if needed > most:
+        raise EngineError(
+            f"the longest prompt takes {needed} tokens with its answer, which may have "
+            f"{GENERATED}; the model has {most} positions. Use fewer shots or shorter questions"
+        )
+    return max(spec.max_model_len, needed)
 
 
 def run_arm(model: Any, spec: Spec, arm: Arm) -> ArmResult:
@@ -116,8 +150,14 @@ def run_arm(model: Any, spec: Spec, arm: Arm) -> ArmResult:
             evaluated = _evaluate(model, spec, arm.questions)
             samples = evaluated["samples"][TASK]
             facts = {
-                name: evaluated[name]
-                for name in ("versions", "n-shot", "n-samples", "lm_eval_version")
+                "task_version": evaluated["versions"][TASK],
+                "task_hash": task_hash(),
+                "lm_eval": evaluated["lm_eval_version"],
+                "generation": evaluated["configs"][TASK]["generation_kwargs"],
+                "generated_tokens_limit": GENERATED,
+                "chat_template": None,
+                "limit": arm.questions,
+                "max_model_len": model.max_length,
             }
         logprobs = _teacher_forced(model, spec, arm) if arm.teacher_forced else {}
     evidence = engine.collective_rpc("afd_take_evidence")[0]
@@ -173,6 +213,14 @@ def _teacher_forced(model: Any, spec: Spec, arm: Arm) -> dict[str, list[float]]:
 
 def _prompts(model: Any, spec: Spec, questions: int) -> dict[str, tuple[list[int], list[int]]]:
     """By question id: tokens of the prompt that the task makes, and of the reference answer."""
+    return {
+        str(one.doc["id"]): model._encode_pair(one.args[0], f" {one.doc['answer']}")
+        for one in _task(spec, questions).instances
+    }
+
+
+def _task(spec: Spec, questions: int) -> Any:
+    """lm-eval's task with the prompts of the first ``questions``, as an evaluation has them."""
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=spec.task, include_defaults=False)
@@ -180,10 +228,7 @@ def _prompts(model: Any, spec: Spec, questions: int) -> dict[str, tuple[list[int
     task.set_config("num_fewshot", spec.shots)
     task.set_fewshot_seed(spec.seeds["fewshot_random_seed"])
     task.build_all_requests(limit=questions, rank=0, world_size=1)
-    return {
-        str(one.doc["id"]): model._encode_pair(one.args[0], f" {one.doc['answer']}")
-        for one in task.instances
-    }
+    return task
 
 
 @contextmanager
