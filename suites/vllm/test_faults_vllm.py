@@ -2,92 +2,49 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 
-from afd_testkit.faults import CONTROL
-from afd_testkit.gates.catalog import GATES
-from afd_testkit.gates.proof import first_red, pairs
+from afd_testkit.gates import proof_classes
 from afd_testkit.gates.session import GateSession, Subject
 from afd_testkit.models.texts import paragraphs
 from afd_testkit.pool import EnginePool
-from afd_testkit.results import Outcome
 
 pytestmark = pytest.mark.vllm
 
-SUBJECT = Subject("vllm-cpu", "qwen3-moe", "float32")
+SUBJECTS = [Subject("vllm-cpu", "qwen3-moe", "float32")]
 
 
 @pytest.fixture(scope="session")
-def vllm_session(afd_engines: EnginePool) -> GateSession:
+def proof_session(afd_engines: EnginePool) -> GateSession:
     return GateSession(
         start=lambda config: afd_engines.get(config, "vllm-cpu"), paragraphs=paragraphs()
     )
 
 
-class SameEngines:
-    """Proofs of ``gates``, which run on the same engines: the stock one and one that splits.
-
-    Two engines are alive at a time, so tests that need others must not come in between; random
-    order moves a class as a whole.
-    """
-
-    gates: ClassVar[tuple[str, ...]]
-
-    def test_gate_turns_red(self, vllm_session: GateSession, gate: str, fault: str) -> None:
-        red, seen = first_red(vllm_session, SUBJECT, gate, fault)
-        assert red is not None, [(r.variant, r.outcome, r.message) for r in seen]
-
-    def test_gate_stays_green_under_an_injection_of_nothing(
-        self, vllm_session: GateSession, gate: str
-    ) -> None:
-        red, seen = first_red(vllm_session, SUBJECT, gate, CONTROL)
-        assert red is None, (red.variant, red.message)
-        assert all(result.outcome is Outcome.PASSED for result in seen)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    proof_classes.parametrize(metafunc, SUBJECTS)
 
 
-class TestOneStep(SameEngines):
+class TestOneStep(proof_classes.OneStep):
     """Prompts that fit one step."""
 
-    gates = ("split", "prefix-hit")
 
-
-class TestChunks(SameEngines):
+class TestChunks(proof_classes.Chunks):
     """Prompts in chunks."""
 
-    gates = ("chunked",)
 
-
-class TestSmallSteps(SameEngines):
+class TestSmallSteps(proof_classes.SmallSteps):
     """Batches over several steps."""
 
-    gates = ("stability",)
 
-
-class TestRouting(SameEngines):
+class TestRouting(proof_classes.Routing):
     """A compiled engine; for what lies in the compiled code, an engine started with the fault."""
 
-    gates = ("routing",)
 
-
-class TestExternalRouting(SameEngines):
+class TestExternalRouting(proof_classes.ExternalRouting):
     """The stock engine, and ones whose experts are behind a connector."""
 
-    gates = ("external-routing",)
 
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The gates of a class, with their faults where a test takes one."""
-    if metafunc.cls is None:
-        return
-    gates = metafunc.cls.gates
-    if "fault" in metafunc.fixturenames:
-        metafunc.parametrize(("gate", "fault"), [pair for pair in pairs() if pair[0] in gates])
-    else:
-        metafunc.parametrize("gate", gates)
-
-
-def test_no_gate_is_left_out() -> None:
-    classes = SameEngines.__subclasses__()
-    assert sorted(gate for one in classes for gate in one.gates) == sorted(GATES)
+@pytest.mark.parametrize("subject", SUBJECTS, ids=lambda one: one.model)
+def test_no_gate_is_left_out(subject: Subject) -> None:
+    assert proof_classes.miscounted(globals(), subject) == {}
