@@ -27,7 +27,7 @@ class Recipe:
     """
 
     seed: int = 1
-    phases: tuple[Phase, ...] = (Phase(4000, 128, 48), Phase(1500, 512, 12))
+    phases: tuple[Phase, ...] = (Phase(1800, 128, 48), Phase(700, 512, 12))
     learning_rate: float = 3e-3
     weight_decay: float = 0.05
     warm_up: float = 0.02
