@@ -125,7 +125,8 @@ def detectable_drop(n: int, margin: float) -> float | None:
     _check_margin(margin)
     if n < fewest_questions(margin):
         return None
-    allowed = max(k for k in range(n + 1) if Paired(n, n, ("",) * k, ()).judge(margin) == "passed")
+    # The first that does not pass, since each one more is worse; n of n never do.
+    allowed = next(k for k in range(n + 1) if upper_bound(k, n) >= margin) - 1
     return float(brentq(lambda drop: binom.sf(allowed, n, drop) - POWER, 1e-9, 1 - 1e-9))
 
 
