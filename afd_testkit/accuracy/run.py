@@ -47,7 +47,7 @@ def run_arms(
     folder = Path(spec.results)
     folder.mkdir(parents=True, exist_ok=True)
     said, log = folder / "spec.json", folder / "engine.log"
-    if said.exists() and Spec.read(said) != spec:
+    if said.exists() and not _is(said, spec):
         raise AccuracyRunError(
             f"{folder} holds arms of another specification; give an empty folder, or remove it"
         )
@@ -64,6 +64,14 @@ def run_arms(
                 f"whole output is in {log}; its end:\n{tail}"
             )
     return {arm.name: ArmResult.read(folder / f"{arm.name}.json") for arm in spec.arms}
+
+
+def _is(path: Path, spec: Spec) -> bool:
+    """Whether the file holds this very specification."""
+    try:
+        return Spec.read(path) == spec
+    except (ValueError, LookupError, TypeError):
+        return False  # half a file, or one of another version
 
 
 def _environment(model: Path, folder: Path) -> dict[str, str]:

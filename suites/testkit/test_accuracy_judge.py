@@ -286,7 +286,7 @@ def test_nan_in_every_arm_does_not_pass_as_noise() -> None:
 
 @pytest.mark.parametrize("kept", [[], ["q000"]], ids=["none", "some"])
 def test_tokens_of_fewer_answers_are_not_enough(kept: list[str]) -> None:
-    check = token(logprobs={name: TOKENS for name in kept})
+    check = token(logprobs=dict.fromkeys(kept, TOKENS))
     assert check.outcome is Outcome.FAILED
     assert f"2 reference answers were taken unsplit and of {len(kept)} here" in check.message
 
