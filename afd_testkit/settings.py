@@ -10,6 +10,7 @@ import pytest
 
 GROUP = "afd"
 DEFAULT_RESULTS = "afd-results"
+HUB = "hub"  # instead of a file of questions
 BUILT_IN_ENGINES = ("reference", "vllm-cpu", "ascend")
 
 
@@ -22,7 +23,8 @@ class Settings:
     ``models``: checkpoint directories (absolute) or names of built-in recipes.
     ``prompts``: the user's own prompts (absolute path), already checked line by line.
     ``npu_streams``: ``check`` has engines on the emulated NPU check the order of accesses.
-    ``gsm8k``: file of questions for the accuracy gate (absolute), ``None`` for the built-in ones.
+    ``gsm8k``: file of questions for the accuracy gate (absolute) or ``hub``; ``None`` for the
+    built-in ones.
     ``questions``: how many of them are asked; ``None`` for all.
     ``results``: folder for the record and the page.  ``cache``: folder for made models.
     """
@@ -34,7 +36,7 @@ class Settings:
     results: Path
     cache: Path
     npu_streams: str = "off"
-    gsm8k: Path | None = None
+    gsm8k: str | None = None
     questions: int | None = None
 
 
@@ -69,8 +71,9 @@ def add_options(parser: pytest.Parser) -> None:
     )
     group.addoption(
         "--afd-gsm8k",
-        metavar="FILE.jsonl",
-        help="questions for the accuracy gate, in GSM8K's layout (default: the built-in ones)",
+        metavar="FILE.jsonl|hub",
+        help="questions for the accuracy gate, in GSM8K's layout, or hub for the public ones "
+        "(default: the built-in ones)",
     )
     group.addoption(
         "--afd-questions",
@@ -122,7 +125,7 @@ def parse_settings(config: pytest.Config) -> Settings:
         results=_folder("--afd-results", base / config.getoption("--afd-results")),
         cache=_folder("--afd-cache", default_cache() if cache is None else base / cache),
         npu_streams=config.getoption("--afd-npu-streams"),
-        gsm8k=None if gsm8k is None else _questions(base / gsm8k),
+        gsm8k=gsm8k if gsm8k in (None, HUB) else str(_questions(base / gsm8k)),
         questions=_count("--afd-questions", config.getoption("--afd-questions")),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from afd_testkit.accuracy.judge import NOISE
+from afd_testkit.accuracy.margins import margin_of, small_model
 from afd_testkit.accuracy.problems import Level, Problem, problems
 from afd_testkit.accuracy.questions import Question, question_id
 from afd_testkit.accuracy.spec import BASELINE, Arm
@@ -43,6 +44,20 @@ def arms_of(questions: int, faults: Sequence[str]) -> tuple[Arm, ...]:
             for name in faults
         ),
     )
+
+
+def few_shot_prompt(question: Question, shots: Sequence[Question]) -> str:
+    """A prompt as lm-eval's gsm8k task writes it, for engines that are asked without lm-eval."""
+    examples = [f"Question: {one.question}\nAnswer: {one.answer}\n\n" for one in shots]
+    return "".join(examples) + f"Question: {question.question}\nAnswer:"
+
+
+def easy_and_right(count: int) -> tuple[Question, ...]:
+    """The first of the gate's questions with small numbers that the shipped model answers right."""
+    recorded = margin_of(str(small_model())).baseline
+    plain = {one.id for one in _distinct("plain", PLAIN)}
+    right = [one for one in gate_questions() if one.id in plain and recorded[one.id]]
+    return tuple(right[:count])
 
 
 def as_question(problem: Problem) -> Question:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 # What the gsm8k task compares: the number after the last ####.
 RESULT = re.compile(r"#### (-?[0-9][0-9.,]*)\s*$")
+HUB_DATASET = "openai/gsm8k"
 _SHOWN = 5  # faulty lines named in one message
 
 
@@ -81,6 +83,26 @@ def read_questions(path: Path, limit: int | None = None) -> tuple[Question, ...]
     return tuple(found[:limit])
 
 
+def hub_questions() -> tuple[tuple[Question, ...], tuple[Question, ...]]:
+    """The 1,319 public test questions and the training ones, from the Hugging Face hub.
+
+    Raises :class:`QuestionsError` where it cannot be reached.
+    """
+    import datasets
+
+    try:
+        both = [datasets.load_dataset(HUB_DATASET, "main", split=s) for s in ("test", "train")]
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise QuestionsError(
+            f"{HUB_DATASET} cannot be had from the hub ({error}); give its test file by path"
+        ) from error
+    test, train = (
+        tuple(Question(question_id(row["question"]), row["question"], row["answer"]) for row in one)
+        for one in both
+    )
+    return test, train
+
+
 def _question(line: str) -> Question:
     try:
         data: Any = json.loads(line)
@@ -106,12 +128,18 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= char <= "\udfff" for char in value)
 
 
+def write_questions(path: Path, questions: Sequence[Question]) -> None:
+    """As :func:`read_questions` reads them."""
+    lines = [json.dumps(asdict(one), ensure_ascii=False) for one in questions]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def question_id(question: str) -> str:
     """The id of a question that has none of its own: 12 hexadecimal digits of its SHA-256."""
     return hashlib.sha256(question.encode()).hexdigest()[:12]
 
 
-def digest(questions: tuple[Question, ...]) -> str:
+def digest(questions: Sequence[Question]) -> str:
     """SHA-256 of a list of questions with its order: equal where the same was asked."""
     # As JSON, so that no text can reach from one field into the next.
     text = json.dumps([(one.id, one.question, one.answer) for one in questions])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from afd_testkit.accuracy.questions import Question
+from afd_testkit.accuracy.questions import Question, write_questions
 
 TASK = "afd_gsm8k"
 STRICT, FLEXIBLE = "strict-match", "flexible-extract"
@@ -60,11 +60,7 @@ def write_task(folder: Path, questions: Sequence[Question], shots: Sequence[Ques
     """The task over ``questions``, with ``shots`` to draw examples from, as files in ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", shots), ("test", questions)):
-        lines = [
-            json.dumps({"id": one.id, "question": one.question, "answer": one.answer})
-            for one in rows
-        ]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_questions(folder / f"{name}.jsonl", rows)
     settings = {
         "include": str(stock_file()),
         "task": TASK,

@@ -6,7 +6,7 @@ on the model that comes with the package the faulty ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +17,20 @@ from afd_testkit.accuracy.faults import SENSITIVITY
 from afd_testkit.accuracy.judge import GATE, NOISE, Judge
 from afd_testkit.accuracy.margins import margin_of, small_model
 from afd_testkit.accuracy.plan import arms_of, gate_questions, small_shots
-from afd_testkit.accuracy.questions import QuestionsError, digest, read_questions
+from afd_testkit.accuracy.questions import (
+    Question,
+    QuestionsError,
+    digest,
+    hub_questions,
+    read_questions,
+)
 from afd_testkit.accuracy.run import run_arms
 from afd_testkit.accuracy.spec import Arm, Spec
 from afd_testkit.accuracy.task import MAX_SHOTS, write_task
 from afd_testkit.failure import failure_text
 from afd_testkit.plugin import settings_key
 from afd_testkit.results import CheckResult, Outcome
-from afd_testkit.settings import Settings
+from afd_testkit.settings import HUB, Settings
 
 pytestmark = [pytest.mark.accuracy, pytest.mark.afd_gate(GATE)]
 
@@ -42,6 +48,23 @@ def _faults(settings: Settings) -> tuple[str, ...]:
     return () if settings.models else tuple(SENSITIVITY)
 
 
+def _asked(settings: Settings) -> tuple[Sequence[Question], Sequence[Question]]:
+    """Questions, and examples for their prompts."""
+    if settings.gsm8k is None:
+        return gate_questions(settings.questions), small_shots()
+    if settings.gsm8k == HUB:
+        asked, shots = hub_questions()
+        return asked[: settings.questions], shots
+    # The first questions are examples for the rest, as the public file has no others.
+    every = read_questions(Path(settings.gsm8k))
+    if len(every) <= MAX_SHOTS:
+        raise QuestionsError(
+            f"{settings.gsm8k} has {len(every)} questions; {MAX_SHOTS} serve as examples, so give "
+            "more"
+        )
+    return every[MAX_SHOTS:][: settings.questions], every[:MAX_SHOTS]
+
+
 @pytest.fixture(scope="session")
 def accuracy_judge(
     afd_settings: Settings,
@@ -51,16 +74,7 @@ def accuracy_judge(
     """All arms, run once."""
     model = afd_settings.models[0] if afd_settings.models else str(small_model())
     folder = tmp_path_factory.mktemp("accuracy")
-    asked, shots = gate_questions(afd_settings.questions), small_shots()
-    if afd_settings.gsm8k is not None:
-        # The first questions are examples for the rest, as the public file has no others.
-        every = read_questions(Path(afd_settings.gsm8k))
-        shots, asked = every[:MAX_SHOTS], every[MAX_SHOTS:][: afd_settings.questions]
-        if not asked:
-            raise QuestionsError(
-                f"{afd_settings.gsm8k} has {len(every)} questions; {MAX_SHOTS} serve as examples, "
-                "so give more"
-            )
+    asked, shots = _asked(afd_settings)
     spec = Spec(
         model=model,
         dtype="float32",
