@@ -4,8 +4,8 @@ Each step costs one all-gather of 64 bytes on CPU.  The groups here are apart fr
 they have a timeout of their own, so that a rank that hangs elsewhere cannot hold the others.
 
 - Ranks of one TP group have the same batch and must have the same plan: :func:`agree_on_plan`.
-- Ranks of a synchronous DP group have batches of their own; either all of them split their step
-  or none does: :func:`agree_on_split`.
+- Ranks of a synchronous DP group have batches of their own, but must decide on the same terms;
+  either all of them split their step or none does: :func:`agree_on_split`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,12 @@ from afd_plugin.errors import AgreementError, PlanDisagreement, SilentRanks
 from afd_plugin.layout import Layout
 from afd_plugin.plan import SplitPlan, Unsplit
 
-_RECORD = struct.Struct("<BBxxxxxxq48s")  # kind, splits, tokens, digest or reason
+# Kind, splits, digest of the terms, tokens, digest of the plan or reason.
+_RECORD = struct.Struct("<BB6sq48s")
 _PLAN, _VOTE, _WITHDRAWN = 1, 2, 3
+_NO_TERMS = bytes(6)
+# What must be the same in the records of all ranks.
+_WHOLE, _TERMS = slice(None), slice(2, 8)
 _SHOWN = 24  # requests of a batch that are shown in full
 
 
@@ -206,39 +210,43 @@ class AgreementGroup:
         )
 
 
-def _exchange_texts(group: AgreementGroup, text: str) -> list[str]:
+def exchange_texts(group: AgreementGroup, text: str) -> tuple[str, ...]:
+    """Every rank's text, by rank, in two calls, since records have one length.
+
+    Raises :class:`SilentRanks` when a rank does not answer.
+    """
     raw = text.encode()
     lengths = [
         int.from_bytes(given, "little") for given in group.gather(len(raw).to_bytes(8, "little"))
     ]
     gathered = group.gather(raw.ljust(max(lengths), b"\0"))
-    return [given[:length].decode() for given, length in zip(gathered, lengths, strict=True)]
+    return tuple(given[:length].decode() for given, length in zip(gathered, lengths, strict=True))
 
 
 def _disagreement(group: AgreementGroup, text: str) -> PlanDisagreement:
-    texts = _exchange_texts(group, text)
+    texts = exchange_texts(group, text)
     said: dict[str, list[str]] = {}
     for rank, told in enumerate(texts):
         said.setdefault(told, []).append(str(rank))
     lines = [f"  rank {', '.join(ranks)}: {told}" for told, ranks in said.items()]
     return PlanDisagreement(
         "the ranks decided differently, so that none runs this step:\n" + "\n".join(lines),
-        tuple(texts),
+        texts,
     )
 
 
 def _gather_alike(
-    group: AgreementGroup, record: bytes, text: Callable[[], str], *, equal: bool
-) -> list[tuple[int, bool, int, bytes]]:
-    """All records, unpacked; :class:`PlanDisagreement` on every rank unless they are alike.
+    group: AgreementGroup, record: bytes, text: Callable[[], str], same: slice
+) -> list[bytes]:
+    """All records; :class:`PlanDisagreement` on every rank unless they are alike.
 
-    Alike: of one kind, none withdrawn, and to the bit where ``equal``.
+    Alike: of one kind, none withdrawn, and to the bit in ``same``.
     """
     records = group.gather(record)
     kinds = {given[0] for given in records}
-    if len(kinds) > 1 or _WITHDRAWN in kinds or (equal and len(set(records)) > 1):
+    if len(kinds) > 1 or _WITHDRAWN in kinds or len({given[same] for given in records}) > 1:
         raise _disagreement(group, text())
-    return [_RECORD.unpack(given) for given in records]
+    return records
 
 
 def agree_on_plan(
@@ -249,24 +257,33 @@ def agree_on_plan(
     Raises :class:`PlanDisagreement` on every rank, with the decisions of all, and
     :class:`SilentRanks` when a rank does not answer.
     """
-    record = _RECORD.pack(_PLAN, 0, 0, decision_digest(plan, layout))
-    _gather_alike(group, record, lambda: describe(plan, layout), equal=True)
+    record = _RECORD.pack(_PLAN, 0, _NO_TERMS, 0, decision_digest(plan, layout))
+    _gather_alike(group, record, lambda: describe(plan, layout), _WHOLE)
 
 
 def agree_on_split(
-    group: AgreementGroup, plan: SplitPlan | Unsplit | None
+    group: AgreementGroup, plan: SplitPlan | Unsplit | None, terms: str = ""
 ) -> SplitPlan | Unsplit | None:
     """This rank's plan if every rank splits its own step, else one that runs whole.
 
     ``None`` for a rank without work, which then gets ``None`` back: nobody splits.
+    ``terms``: by what ranks decide, in words; ranks with other terms disagree, whatever their
+    plans for this step.
     Raises as :func:`agree_on_plan`.
     """
     vote = vote_of(plan)
-    record = _RECORD.pack(_VOTE, vote.splits, vote.tokens, vote.reason.encode()[:48])
-    records = _gather_alike(group, record, lambda: f"votes on the split: {vote}", equal=False)
+    on = hashlib.sha256(terms.encode()).digest()[: len(_NO_TERMS)]
+    record = _RECORD.pack(_VOTE, vote.splits, on, vote.tokens, vote.reason.encode()[:48])
+
+    def text() -> str:
+        mine = "idle, without a plan" if plan is None else describe(plan)
+        return f"votes on the split: {mine}{terms and f'; decided by {terms}'}"
+
     votes = [
         Vote(bool(splits), tokens, reason.rstrip(b"\0").decode(errors="replace"))
-        for _, splits, tokens, reason in records
+        for _, splits, _, tokens, reason in map(
+            _RECORD.unpack, _gather_alike(group, record, text, _TERMS)
+        )
     ]
     return joint_plan(plan, votes)
 
@@ -276,6 +293,6 @@ def withdraw(group: AgreementGroup, why: BaseException) -> None:
 
     Returns on this rank, whose own error is the one to raise.
     """
-    record = _RECORD.pack(_WITHDRAWN, 0, 0, b"")
+    record = _RECORD.pack(_WITHDRAWN, 0, _NO_TERMS, 0, b"")
     with suppress(AgreementError):
-        _gather_alike(group, record, lambda: f"withdrew: {type(why).__name__}: {why}", equal=True)
+        _gather_alike(group, record, lambda: f"withdrew: {type(why).__name__}: {why}", _WHOLE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
@@ -15,6 +15,13 @@ Connector = Literal["none", "loopback"]
 CONNECTORS: tuple[Connector, ...] = ("none", "loopback")
 # What of the options is built into a worker when it starts.
 FIXED_AT_START = ("compute_gate_on_attention", "connector", "force_balanced_routing")
+# What of them decides whether a step is split and where.
+DECIDES_STEPS = (
+    "async_moe_ubatching",
+    "async_moe_split",
+    "async_moe_token_alignment",
+    "async_moe_min_tokens",
+)
 
 # Where a connector has options of its own, the field gives these beside them.
 EXTRA = "connector_extra_config"
@@ -89,6 +96,10 @@ class AFDConfig:
             2 <= self.async_moe_min_tokens < 2**31,
             "2 to 2147483647 tokens (one token cannot be split)",
         )
+
+    def described(self, names: Iterable[str]) -> str:
+        """The options of these ``names``, in words, alike wherever they are alike."""
+        return ", ".join(f"{name} {getattr(self, name)!r}" for name in names)
 
     def _check(
         self,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from afd_plugin.agreement import AgreementGroup
+from afd_plugin.agreement import AgreementGroup, exchange_texts
 from afd_plugin.config import FIXED_AT_START, AFDConfig
 from afd_plugin.connectors.base import Connector
 from afd_plugin.connectors.loopback import LoopbackConnector
@@ -245,7 +245,7 @@ def remote(sides: Iterable[AttentionSide], seam: Seam) -> Generator[None, None, 
 
 def describe_placement(config: AFDConfig) -> str:
     """What both sides must have alike, in words."""
-    return ", ".join(f"{name} {getattr(config, name)!r}" for name in FIXED_AT_START)
+    return config.described(FIXED_AT_START)
 
 
 def agree_on_placement(group: AgreementGroup, config: AFDConfig) -> None:
@@ -258,20 +258,10 @@ def agree_on_placement(group: AgreementGroup, config: AFDConfig) -> None:
     digests = group.gather(hashlib.sha256(words.encode()).digest())
     if len(set(digests)) == 1:
         return
-    told = _exchange(group, words)
+    told = exchange_texts(group, words)
     lines = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told))
     raise PlacementDisagreement(
         "ranks are configured differently for where experts are chosen, so that none starts:\n"
         f'{lines}\nSet additional_config["afd"] alike on all of them.',
         told,
     )
-
-
-def _exchange(group: AgreementGroup, text: str) -> tuple[str, ...]:
-    """Every rank's text; two calls, since records have one length."""
-    raw = text.encode()
-    lengths = [
-        int.from_bytes(each, "little") for each in group.gather(len(raw).to_bytes(8, "little"))
-    ]
-    given = group.gather(raw.ljust(max(lengths), b"\0"))
-    return tuple(each[:size].decode() for each, size in zip(given, lengths, strict=True))

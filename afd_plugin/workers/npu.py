@@ -25,7 +25,7 @@ from afd_plugin.compat import ascend_experts
 from afd_plugin.compat.ascend import builder_path, check_drift, read_setup
 from afd_plugin.compat.ascend_stages import AscendStageBuilders, StageCaches, stage_scopes
 from afd_plugin.compat.routing import register_for
-from afd_plugin.config import AFDConfig
+from afd_plugin.config import DECIDES_STEPS, AFDConfig
 from afd_plugin.context import AttributeSlot, replaced
 from afd_plugin.decision import StepDecision, decide_step
 from afd_plugin.layout import Layout
@@ -122,15 +122,16 @@ class AFDNPUModelRunner(TwoStageRunnerMixin, NPUModelRunner):  # type: ignore[mi
     def _afd_agree_across_dp(self, group: AgreementGroup, num_input_tokens: int) -> None:
         """Decide this rank's step and bring it in line with the others'."""
         step = self._afd_step
+        terms = self.afd_config.described(DECIDES_STEPS)
         if step is None:  # an idle rank runs along with a dummy step
-            agree_on_split(group, None)
+            agree_on_split(group, None, terms)
             return
         try:
             decision = self._afd_decide(self.input_batch.num_reqs, num_input_tokens)
         except Exception as error:
             withdraw(group, error)
             raise
-        plan = agree_on_split(group, decision.plan)
+        plan = agree_on_split(group, decision.plan, terms)
         step.decision = decision if plan is None else replace(decision, plan=plan)
         if isinstance(plan, SplitPlan):
             # Experts' communication needs the rows of every rank in each stage.

@@ -332,7 +332,41 @@ def call_differently(rank: Rank) -> str:
 def test_ranks_in_different_calls_raise(tmp_path: Path) -> None:
     for message in in_threads(2, call_differently, tmp_path):
         assert "rank 0: token_balanced_tp cut 4 of 8" in message
-        assert "rank 1: votes on the split: Vote(splits=True, tokens=8, reason='')" in message
+        assert "rank 1: votes on the split: token_balanced_tp cut 4 of 8 tokens" in message
+
+
+def decide_by_other_terms(rank: Rank) -> list[tuple[str, tuple[str, ...], float]]:
+    """Rank 1 has another threshold: with a plan that is whole for it, one like rank 0's, none."""
+    with meet(rank) as group:
+        least = 64 if rank.rank else 32
+        said = []
+        for scheduled in (40, 80, None):
+            mine = None if scheduled is None else token_plan(scheduled, min_tokens=least)
+            terms = f"at least {least} tokens"
+            error, seconds = caught(PlanDisagreement, agree_on_split, group, mine, terms)
+            said.append((str(error), error.decisions, seconds))
+        assert agree_on_split(group, None, "the same") is None  # the group is as good as before
+        return said
+
+
+def test_h1_ranks_that_decide_by_other_terms_raise_on_both_with_both_plans(tmp_path: Path) -> None:
+    """Also where their plans for the step would do: the next step's may not."""
+    first, second = in_threads(2, decide_by_other_terms, tmp_path)
+    parts = [
+        ("token_balanced_tp cut 20 of 40 tokens", "whole, below_min_tokens"),
+        ("token_balanced_tp cut 40 of 80 tokens", "token_balanced_tp cut 40 of 80 tokens"),
+        ("idle", "idle"),
+    ]
+    for one, other, (mine, others) in zip(first, second, parts, strict=True):
+        assert one[:2] == other[:2]
+        message, decisions, _ = one
+        assert decisions[0].startswith(f"votes on the split: {mine}")
+        assert decisions[1].startswith(f"votes on the split: {others}")
+        assert decisions[0].endswith("decided by at least 32 tokens")
+        assert decisions[1].endswith("decided by at least 64 tokens")
+        for rank, decision in enumerate(decisions):
+            assert f"rank {rank}: {decision}" in message
+        assert max(one[2], other[2]) < TIMEOUT
 
 
 def one_cannot_plan(rank: Rank) -> list[str]:
