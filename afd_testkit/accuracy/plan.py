@@ -46,6 +46,13 @@ def arms_of(questions: int, faults: Sequence[str]) -> tuple[Arm, ...]:
     )
 
 
+def held_out(count: int) -> tuple[Question, ...]:
+    """Questions with small numbers that neither the training nor the gate has."""
+    gate = {one.id for one in gate_questions()}
+    found = [one for one in _distinct("plain", count + PLAIN) if one.id not in gate]
+    return tuple(found[:count])
+
+
 def few_shot_prompt(question: Question, shots: Sequence[Question]) -> str:
     """A prompt as lm-eval's gsm8k task writes it, for engines that are asked without lm-eval."""
     examples = [f"Question: {one.question}\nAnswer: {one.answer}\n\n" for one in shots]

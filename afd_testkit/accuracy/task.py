@@ -7,6 +7,7 @@ comes from is replaced, by a YAML file that includes the stock one.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,10 +43,11 @@ class Answer:
 
 
 def stock_file() -> Path:
-    """lm-eval's own gsm8k.yaml."""
-    import lm_eval.tasks
-
-    path = Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k.yaml"
+    """lm-eval's own gsm8k.yaml, found without importing lm-eval."""
+    found = importlib.util.find_spec("lm_eval")
+    if found is None or found.origin is None:
+        raise TaskError("lm-eval is not installed here; install lm-eval 0.4.13")
+    path = Path(found.origin).parent / "tasks" / "gsm8k" / "gsm8k.yaml"
     if not path.is_file():
         raise TaskError(f"lm-eval has no {path}; install lm-eval 0.4.13")
     return path
