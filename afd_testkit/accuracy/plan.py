@@ -15,7 +15,7 @@ from afd_testkit.accuracy.spec import BASELINE, Arm
 PLAIN, HARD = 340, 110  # questions of the gate; the hard ones keep the score from saturating
 SHOTS_POOL = 40  # examples to draw shots from
 TEACHER_FORCED = 48  # reference answers whose log-probabilities are compared
-FAULT_QUESTIONS = 100  # asked under a fault
+FAULT_QUESTIONS = 200  # asked under a fault: enough for the score to be able to pass
 _SEED = 2026
 
 

@@ -92,4 +92,6 @@ def architecture(vocabulary: int) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "use_cache": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     }

@@ -166,7 +166,8 @@ def right_answers(
     prefix = "".join(as_text(one) + SEPARATOR for one in shots)
     for problem in asked:
         prompt = f"{prefix}Question: {problem.question}\nAnswer:"
-        ids = tokenizer.encode(prefix + as_text(problem) + SEPARATOR).ids
+        # What follows decides how the separator is cut into tokens, and is part of the answer.
+        ids = tokenizer.encode(prefix + as_text(problem) + SEPARATOR + "Question:").ids
         start = len(tokenizer.encode(prompt).ids)
         row = torch.tensor([ids])
         with torch.no_grad():
