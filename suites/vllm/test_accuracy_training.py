@@ -210,7 +210,8 @@ def test_answers_are_counted_that_are_right_word_for_word(tokenizer: Tokenizer) 
     prefix = "".join(as_text(one) + SEPARATOR for one in shots)
     parrot = Parrot(tokenizer, {})
     assert right_answers(parrot, tokenizer, asked, shots) == 6
-    assert parrot.rows == [prefix + as_text(one) + SEPARATOR for one in asked]
+    # As the few-shot prompt would go on: what follows decides how the blank line is cut.
+    assert parrot.rows == [prefix + as_text(one) + SEPARATOR + "Question:" for one in asked]
 
     def start(n: int) -> int:
         """The token that gives the first one of the answer."""
@@ -219,7 +220,7 @@ def test_answers_are_counted_that_are_right_word_for_word(tokenizer: Tokenizer) 
 
     wrong = {
         asked[0].question: start(0),  # the first token of the answer
-        asked[1].question: -2,  # the last one, the blank line
+        asked[1].question: -2,  # the last one, which ends the answer
         asked[2].question: start(2) - 1,  # part of the question, which nobody asks for
         asked[3].question: -1,  # what would follow
     }
