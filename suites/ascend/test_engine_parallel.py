@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks: all are observed; one that hangs or dies is named, and nothing stays."""
+"""Ranks: all are observed and decide alike; one that hangs or dies is named; nothing stays."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from afd_testkit.engines._vllm_child import RunRequest
 from afd_testkit.engines.ascend import AscendEngine
-from afd_testkit.engines.base import EngineConfig, EngineDied, Prompt
+from afd_testkit.engines.base import EngineConfig, EngineDied, EngineError, Prompt, SplitSetting
 
 pytestmark = pytest.mark.ascend
 
 CONFIG = EngineConfig("qwen3-moe", block_size=128, tensor_parallel=2)
+DATA_PARALLEL = EngineConfig(
+    "qwen3-moe", worker="afd", block_size=128, data_parallel=2, expert_parallel=True
+)
+# Of case H1: steps of at least 32 tokens are split.
+THRESHOLD = SplitSetting("token", min_tokens=32)
 MakePrompt = Callable[..., Prompt]
 
 
@@ -94,6 +102,91 @@ def test_a_rank_that_hangs(tp2: AscendEngine, make_prompt: MakePrompt) -> None:
     shown = {part.split(" ", 1)[0]: part for part in parts[1:]}
     assert "_vllm_engine.py" in shown["engine"]
     assert "multiproc_executor.py" in shown["VllmWorker-0"]
+    assert wait_gone(pids) == []
+
+
+@pytest.fixture
+def dp2(cache: Path) -> Iterator[AscendEngine]:
+    """Two data-parallel ranks; a rank that waits for the other in vain is stopped after 60 s."""
+    with closing(AscendEngine(DATA_PARALLEL, cache, run_seconds=60)) as engine:
+        yield engine
+
+
+def test_h1_data_parallel_ranks_come_to_one_decision(
+    dp2: AscendEngine, make_prompt: MakePrompt
+) -> None:
+    """40 tokens beside one token, and beside nothing: run whole, since the other cannot split."""
+
+    def reasons(*lengths: int) -> list[tuple[int, str | None, tuple[int, ...]]]:
+        prompts = [make_prompt(f"p{i}", n, 100 * i) for i, n in enumerate(lengths)]
+        steps = dp2.run(prompts, split=THRESHOLD).steps
+        found = [(step.data_rank, step.evidence or {}, step.forward_rows) for step in steps]
+        assert all(evidence["completed"] for _, evidence, _ in found)
+        return [(rank, evidence["reason"], rows) for rank, evidence, rows in found]
+
+    assert reasons(40, 1) == [(0, "other_rank_whole", (40,)), (1, "one_token", (1,))]
+    assert reasons(40) == [(0, "other_rank_whole", (40,))]
+    assert reasons(40, 33) == [(0, None, (20, 20)), (1, None, (17, 16))]
+
+
+def ask_each(engine: AscendEngine, *requests: RunRequest) -> list[Any]:
+    """What each data-parallel rank answers to a request of its own, errors too."""
+    answers: list[Any] = []
+    for process, request in zip(engine._processes, requests, strict=True):
+        process.send("run", request)
+    for process in engine._processes:
+        try:
+            answers.append(process.receive())
+        except EngineError as error:
+            answers.append(error)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("odd", "plan", "options"),
+    [
+        (
+            replace(THRESHOLD, min_tokens=64),
+            "whole, below_min_tokens: 40 real tokens are fewer than 64; scheduled [40]",
+            "async_moe_token_alignment 1, async_moe_min_tokens 64",
+        ),
+        (
+            replace(THRESHOLD, alignment=16),
+            "token_balanced_tp cut 16 of 40 tokens, stages of 16 and 24 in 16 and 32 rows",
+            "async_moe_token_alignment 16, async_moe_min_tokens 32",
+        ),
+    ],
+    ids=["another threshold", "another cut"],
+)
+def test_h1_data_parallel_ranks_that_disagree_raise_on_both_with_both_plans(
+    dp2: AscendEngine, make_prompt: MakePrompt, odd: SplitSetting, plan: str, options: str
+) -> None:
+    """Rank 1 decides by other options: no rank runs the step, and both go on afterwards."""
+    pids = [process.info["pid"] for process in dp2._processes]
+    requests = [
+        RunRequest((make_prompt(f"p{rank}", 40, 100 * rank),), split, None)
+        for rank, split in enumerate((THRESHOLD, odd))
+    ]
+    begun = time.monotonic()
+    first, second = ask_each(dp2, *requests)
+    assert time.monotonic() - begun < 30  # the group's timeout, which must not be needed
+    for process, error in zip(dp2._processes, (first, second), strict=True):
+        assert type(error) is EngineError
+        # vLLM's executor hands on the text alone; the class is in what the worker has logged.
+        assert "PlanDisagreement: the ranks decided differently" in process.log_path.read_text()
+        lines = str(error).splitlines()
+        assert "the ranks decided differently, so that none runs this step" in lines[0]
+        assert lines[1].startswith(
+            "  rank 0: votes on the split: token_balanced_tp cut 20 of 40 tokens, stages of 20 and "
+            "20 in 20 and 20 rows"
+        )
+        assert lines[1].endswith("async_moe_token_alignment 1, async_moe_min_tokens 32")
+        assert lines[2].startswith(f"  rank 1: votes on the split: {plan}")
+        assert options in lines[2]
+    steps = dp2.run([p for each in requests for p in each.prompts], split=THRESHOLD).steps
+    assert [(step.data_rank, step.forward_rows) for step in steps] == [(0, (20, 20)), (1, (20, 20))]
+    assert all(map(is_running, pids))
+    dp2.close()
     assert wait_gone(pids) == []
 
 
