@@ -115,6 +115,7 @@ class Judge:
             "broken": len(pair.broken),
             "mended": len(pair.mended),
             "logprob_difference": tokens.max_diff,
+            "logprob_limit": tokens.limit,
         }
         problems = [] if seen else [f"neither signal saw the fault {arm.arm.fault}"]
         return self._check("sensitivity", name, (), facts, problems)

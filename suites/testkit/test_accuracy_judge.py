@@ -318,6 +318,7 @@ def test_a_fault_is_caught_by_at_least_one_signal(broken: int, by: float, seen: 
     assert check.facts["seen_by"] == seen
     assert check.facts["broken"] == broken
     assert check.facts["logprob_difference"] == pytest.approx(by)
+    assert check.facts["logprob_limit"] == 1e-5
 
 
 def test_a_fault_that_no_signal_sees_fails() -> None:
