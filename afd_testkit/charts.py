@@ -1,4 +1,4 @@
-"""Charts of the page as inline SVG: stage balance, and difference against noise.
+"""Charts of the page as inline SVG: stage balance, difference against noise, scores.
 
 Everything a chart shows is also said in words, in its ``aria-label`` and beside it.
 Colours come from the page's style sheet through class names.
@@ -7,11 +7,12 @@ Colours come from the page's style sheet through class names.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 
 from markupsafe import Markup
 
+from afd_testkit.accuracy_view import ArmScore, share
 from afd_testkit.failure import number, printable
 from afd_testkit.results import Profile, StageBalance
 from afd_testkit.summary import imbalance
@@ -198,4 +199,74 @@ def _axis(low: int, high: int) -> Markup:
     )
     marks.append(_label(_LEFT, _HEIGHT - 6, "first position"))
     marks.append(_label(_WIDTH - _RIGHT, _HEIGHT - 6, "last position", "end"))
+    return Markup("").join(marks)
+
+
+_ROW = 30  # height of an arm's row
+_NAMES = 130  # width that names of arms take
+_FIGURES = 190  # and their figures
+_MOST_NAME = 18
+
+
+def score_words(arm: ArmScore) -> str:
+    """A score with its interval: ``0.9533 [0.9296, 0.9708]``."""
+    low, high = arm.interval
+    return f"{share(arm.score)} [{share(low)}, {share(high)}]"
+
+
+def score_chart(arms: Sequence[ArmScore]) -> Markup:
+    """One row an arm: its score as a dot, its 95 % interval as a line, floors as ticks."""
+    ends = [v for a in arms for v in (*a.interval, *((a.floor,) if a.floor is not None else ()))]
+    low, high = _ends(min(ends), max(ends))
+    left, right = _NAMES, _WIDTH - _FIGURES
+    height = len(arms) * _ROW + 26
+
+    def x(value: float) -> float:
+        return left + (value - low) / (high - low) * (right - left)
+
+    shapes = [_score_axis(low, high, x, height - 20)]
+    for place, arm in enumerate(arms):
+        y = place * _ROW + _ROW // 2
+        shapes.append(
+            Markup(
+                '<path class="span" d="M{:.1f} {}H{:.1f}"/><circle class="{}" cx="{:.1f}"'
+            ).format(x(arm.interval[0]), y, x(arm.interval[1]), arm.outcome, x(arm.score))
+            + Markup(' cy="{}" r="5"/>').format(y)
+        )
+        if arm.floor is not None:
+            shapes.append(
+                Markup('<path class="limit" d="M{:.1f} {}V{}"/>').format(
+                    x(arm.floor), y - 10, y + 10
+                )
+            )
+        name = printable(arm.name)
+        shown = name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 1]}…"
+        shapes.append(_label(left - 10, y + 4, shown, "end"))
+        shapes.append(_label(right + 12, y + 4, score_words(arm)))
+    told = "; ".join(
+        f"{printable(arm.name)} {score_words(arm)}"
+        + ("" if arm.floor is None else f", floor {share(arm.floor)}")
+        for arm in arms
+    )
+    return Markup(
+        '<svg class="chart" role="img" aria-label="scores with 95 % intervals: {}"'
+        ' viewBox="0 0 {} {}">{}</svg>'
+    ).format(told, _WIDTH, height, Markup("").join(shapes))
+
+
+def _ends(low: float, high: float) -> tuple[float, float]:
+    """What the axis of scores reaches from and to: hundredths, never none."""
+    first, last = math.floor(low * 100 - 0.5) / 100, math.ceil(high * 100 + 0.5) / 100
+    return (first, last) if last > first else (first, first + 0.01)
+
+
+def _score_axis(low: float, high: float, x: Callable[[float], float], floor: int) -> Markup:
+    """Vertical lines at about five round scores between 0 and 1."""
+    step = next(one for one in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1e9) if (high - low) / one <= 6)
+    marks = []
+    for tick in range(math.ceil(low / step), math.floor(high / step) + 1):
+        value = tick * step
+        if 0 <= value <= 1:
+            marks.append(Markup('<path class="grid" d="M{:.1f} 0V{}"/>').format(x(value), floor))
+            marks.append(_label(x(value), floor + 15, f"{value:.2f}", "middle"))
     return Markup("").join(marks)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from afd_testkit.accuracy_view import accuracy_runs, fell, share
 from afd_testkit.charts import (
     balance_bar,
     balance_words,
     is_flat,
     profile_chart,
     profile_words,
+    score_chart,
 )
 from afd_testkit.device_evidence import Emulation, cannot_show, emulations, is_emulated
 from afd_testkit.failure import extent, failure_text, number, printable, title
@@ -155,6 +157,7 @@ def _template() -> Template:
     environment.filters.update(
         number=number, printable=printable, title=title, failure=_failure_body, extent=extent
     )
+    environment.filters.update(share=share, fell=fell, score_chart=score_chart)
     return environment.get_template("page.html.j2")
 
 
@@ -186,6 +189,7 @@ def render_page(run: RunInfo, checks: Sequence[CheckResult]) -> str:
         open_failures=_OPEN_FAILURES,
         more_failures=sum(map(len, cases[_MOST_FAILURES:])),
         idle=_idle(run, checks),
+        accuracy=accuracy_runs(checks),
         balance=_balance(judged),
         sections=[_section(row) for row in judged],
         worst_of=worst_comparison,

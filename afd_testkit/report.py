@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from afd_testkit.accuracy_view import accuracy_lines, accuracy_runs
 from afd_testkit.device_evidence import cannot_show, emulations
 from afd_testkit.evidence import RunFiles, RunInfo
 from afd_testkit.failure import (
@@ -45,6 +46,7 @@ MOST_LINES = 40
 _MOST_FAILURES = 5
 #: Lines that the gate table may take before failures are given any.
 _TABLE_LINES = 14
+_ACCURACY_LINES = 12
 _STYLE = {
     Verdict.PASSED: "bold green",
     Verdict.FAILED: "bold red",
@@ -60,7 +62,7 @@ _LEGEND = (
 def terminal_summary(
     checks: Sequence[CheckResult], run: RunInfo, files: RunFiles | None, console: Console
 ) -> None:
-    """Print verdict, gate table, at most five failures, how to read it, and the files.
+    """Print verdict, gate table, at most five failures, scores, how to read it, and the files.
 
     At most :data:`MOST_LINES` lines on a console of 100 columns or more; ``files`` is ``None``
     where nothing was written.
@@ -68,7 +70,7 @@ def terminal_summary(
     from rich.console import Group
 
     head = _head(checks, run)
-    foot = _foot(run, files)
+    foot = [*_accuracy(checks), *_foot(run, files)]
     left = MOST_LINES - sum(_height(part, console) for part in (*head, *foot))
     rows = gate_rows(checks)
     body: list[RenderableType] = []
@@ -302,6 +304,22 @@ def _failure(check: CheckResult, variants: int) -> list[Text]:
     if check.repeat:
         lines.append(_to_copy(f"  repeat: {check.repeat}"))
     return lines
+
+
+def _accuracy(checks: Sequence[CheckResult]) -> list[Text]:
+    """Scores, flips and intervals of each subject that answered questions, one line an arm."""
+    runs = accuracy_runs(checks)
+    lines: list[str] = []
+    for shown, run in enumerate(runs):
+        told = accuracy_lines(run)
+        if lines and len(lines) + len(told) >= _ACCURACY_LINES:
+            left = len(runs) - shown
+            lines.append(
+                f"accuracy of {left} more {'model' if left == 1 else 'models'} on the page"
+            )
+            break
+        lines += told[:_ACCURACY_LINES]
+    return [_text(line, crop=True) for line in lines]
 
 
 def _foot(run: RunInfo, files: RunFiles | None) -> list[Text]:

@@ -21,6 +21,9 @@ from afd_testkit.results import CheckResult, Comparison, Outcome, StageBalance
 FACT_HIT_PERCENT = "realized_percent"  # number: prompt tokens served from the prefix cache
 FACT_CHUNKS = "chunks"  # request name to the scheduled tokens of each of its prefill steps
 
+#: The gate that compares answers, and its case of the arm that the others are compared with.
+ACCURACY, ACCURACY_BASELINE = "accuracy", "baseline"
+
 #: Why a step was not split that was not to be split: what the splitter says then.
 SPLIT_OFF = "disabled"
 
@@ -148,11 +151,22 @@ class GateRow:
 
         ``None`` where no step was to be split: none was reported, or in all of them it was off.
         """
+        if self.gate == ACCURACY:
+            return self._counted_steps()
         steps = [step for check in self.checks for step in check.balance]
         if all(step.reason == SPLIT_OFF for step in steps):
             return None
         split = list(filter(is_split, steps))
         return len(split), sum(step.cuts_request for step in split)
+
+    def _counted_steps(self) -> tuple[int, int] | None:
+        """Of the arms that were to be split: thousands of steps, of which facts tell the number."""
+        arms = [check.facts for check in self.checks if check.case != ACCURACY_BASELINE]
+        told = [(a.get("split_steps"), a.get("cut_requests")) for a in arms if "fault" not in a]
+        counts = [(all_, cut) for all_, cut in told if is_number(all_) and is_number(cut)]
+        if not counts:
+            return None
+        return int(sum(all_ for all_, _ in counts)), int(sum(cut for _, cut in counts))
 
     def worst(self, quantity: str) -> Comparison | None:
         """The comparison of ``quantity`` nearest to, or furthest over, its limit."""
@@ -163,7 +177,7 @@ class GateRow:
     def hit_percent(self) -> tuple[float, float] | None:
         """Smallest and largest realized prefix hit, in percent of prompt tokens."""
         facts = (check.facts.get(FACT_HIT_PERCENT) for check in self.checks)
-        return _extent([float(value) for value in facts if _is_number(value)])
+        return _extent([float(value) for value in facts if is_number(value)])
 
     @property
     def chunks(self) -> tuple[float, float] | None:
@@ -173,7 +187,7 @@ class GateRow:
         return _extent([float(len(sizes)) for sizes in requests if isinstance(sizes, list | tuple)])
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: Any) -> TypeGuard[float]:
     """Facts are free form: only a finite number can be shown as one."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
