@@ -160,6 +160,34 @@ def in_force(ascend_loaded: None) -> Callable[[Any], AbstractContextManager[None
 
 
 @pytest.fixture(scope="session")
+def start_worker(in_force: Callable[[Any], AbstractContextManager[None]]) -> Callable[..., None]:
+    """``start_worker(config, options, prepare)``: what vLLM does with a worker class first.
+
+    ``prepare`` is called with the options that vLLM-Ascend has read.
+    """
+
+    def begin(
+        config: Any, options: object, prepare: Callable[[Any], None] = lambda ascend: None
+    ) -> None:
+        from vllm_ascend.ascend_config import get_ascend_config
+
+        from afd_plugin.workers.npu import AFDNPUWorker
+
+        config.additional_config["afd"] = options
+        with in_force(config):
+            prepare(get_ascend_config())
+            AFDNPUWorker(
+                vllm_config=config,
+                local_rank=0,
+                rank=0,
+                distributed_init_method="tcp://127.0.0.1:1",
+                is_driver_worker=True,
+            )
+
+    return begin
+
+
+@pytest.fixture(scope="session")
 def make_config(ascend_loaded: None, cache: Path) -> ConfigMaker:
     """Builds a real ``VllmConfig`` of a made model, as an engine start would.
 

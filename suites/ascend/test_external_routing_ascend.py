@@ -6,7 +6,7 @@ That results are those of the layer itself, and that faults show, is the gate's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +20,6 @@ from afd_plugin.payload import RoutingPayload
 from afd_plugin.remote_experts import AttentionSide, remote
 
 ConfigMaker = Callable[..., Any]
-InForce = Callable[[Any], AbstractContextManager[None]]
 Start = Callable[..., None]
 
 pytestmark = [pytest.mark.ascend, pytest.mark.usefixtures("ascend_loaded")]
@@ -37,13 +36,8 @@ class Created(Exception):
 
 
 @pytest.fixture
-def start(in_force: InForce, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """What vLLM does with a worker class first; :class:`Created` where the worker starts.
-
-    ``prepare`` is called with the options that vLLM-Ascend has read.
-    """
-    from vllm_ascend.ascend_config import get_ascend_config
-
+def start(start_worker: Start, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Begins a worker; :class:`Created` where validation lets it pass."""
     from afd_plugin.workers import npu
 
     def reached(config: Any) -> None:
@@ -51,22 +45,7 @@ def start(in_force: InForce, monkeypatch: pytest.MonkeyPatch) -> Start:
 
     # The first thing that a start changes in its process.
     monkeypatch.setattr(npu, "register_for", reached)
-
-    def begin(
-        config: Any, options: object, prepare: Callable[[Any], None] = lambda ascend: None
-    ) -> None:
-        config.additional_config["afd"] = options
-        with in_force(config):
-            prepare(get_ascend_config())
-            npu.AFDNPUWorker(
-                vllm_config=config,
-                local_rank=0,
-                rank=0,
-                distributed_init_method="tcp://127.0.0.1:1",
-                is_driver_worker=True,
-            )
-
-    return begin
+    return start_worker
 
 
 def assert_refused(begin: Callable[[], None], refusal: type[UnsupportedSetup], said: str) -> None:
