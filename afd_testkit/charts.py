@@ -242,7 +242,7 @@ def score_chart(arms: Sequence[ArmScore]) -> Markup:
         name = printable(arm.name)
         shown = name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 1]}…"
         shapes.append(_label(left - 10, y + 4, shown, "end"))
-        shapes.append(_label(right + 12, y + 4, score_words(arm)))
+        shapes.append(_label(right + 12, y + 4, score_words(arm), name="figure"))
     told = "; ".join(
         f"{printable(arm.name)} {score_words(arm)}"
         + ("" if arm.floor is None else f", floor {share(arm.floor)}")
