@@ -219,7 +219,7 @@ def exchange_texts(group: AgreementGroup, text: str) -> tuple[str, ...]:
     lengths = [
         int.from_bytes(given, "little") for given in group.gather(len(raw).to_bytes(8, "little"))
     ]
-    gathered = group.gather(raw.ljust(max(lengths), b"\0"))
+    gathered = group.gather(raw.ljust(max(1, *lengths), b"\0"))  # a call carries something
     return tuple(given[:length].decode() for given, length in zip(gathered, lengths, strict=True))
 
 

@@ -196,8 +196,10 @@ def watch_routing(watcher: Watcher) -> Generator[None, None, None]:
         _process.watchers.remove(watcher)
 
 
-def _check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
+def _check_ids(topk_ids: torch.Tensor | None, num_experts: int) -> None:
     """Raises :class:`RoutingError`; also while tracing, with symbolic sizes."""
+    if topk_ids is None:  # which torch takes for a tensor
+        raise RoutingError("topk_ids is None; it must be a tensor. Give those of the router.")
     if topk_ids.dim() != 2 or topk_ids.dtype not in ID_DTYPES:
         raise RoutingError(
             f"topk_ids is {list(topk_ids.shape)} of {topk_ids.dtype}; it must be "

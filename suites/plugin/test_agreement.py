@@ -25,6 +25,7 @@ from afd_plugin.agreement import (
     agree_on_split,
     decision_digest,
     describe,
+    exchange_texts,
     joint_plan,
     vote_of,
     withdraw,
@@ -367,6 +368,16 @@ def test_h1_ranks_that_decide_by_other_terms_raise_on_both_with_both_plans(tmp_p
         for rank, decision in enumerate(decisions):
             assert f"rank {rank}: {decision}" in message
         assert max(one[2], other[2]) < TIMEOUT
+
+
+def tell(rank: Rank) -> list[tuple[str, ...]]:
+    with meet(rank) as group:
+        return [exchange_texts(group, text * rank.rank) for text in ("ü", "")]
+
+
+def test_texts_of_any_length_are_told_to_all(tmp_path: Path) -> None:
+    told = [("", "ü", "üü"), ("", "", "")]
+    assert in_threads(3, tell, tmp_path) == [told] * 3
 
 
 def one_cannot_plan(rank: Rank) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,14 +170,21 @@ def test_live_not_a_bit_changes(seed: int, dtype: torch.dtype, tokens: int, top_
         (torch.zeros(3, 2, dtype=torch.int16), 4, "of torch.int16"),
         (torch.zeros(6, dtype=torch.int64), 4, r"topk_ids is \[6\]"),
         (torch.zeros(1, 2, 3, dtype=torch.int64), 4, r"topk_ids is \[1, 2, 3\]"),
+        (None, 4, "topk_ids is None"),
     ],
     ids=lambda value: None if isinstance(value, torch.Tensor) else str(value)[:12],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("force", [False, True])
 def test_what_is_no_routing_is_refused_real_and_traced(
-    ids: torch.Tensor, experts: int, said: str, device: str, force: bool, counted: Counted
+    ids: torch.Tensor | None,
+    experts: int,
+    said: str,
+    device: str,
+    force: bool,
+    counted: Counted,
 ) -> None:
+    there: Any = None if ids is None else ids.to(device)
     with counted() as told, pytest.raises(RoutingError, match=said):
-        balance_routing_ids_(ids.to(device), experts, force)
+        balance_routing_ids_(there, experts, force)
     assert told == [RoutingCalls()]
