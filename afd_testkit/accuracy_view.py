@@ -221,7 +221,9 @@ def fell(lowest: float | None) -> str:
     """What a lower bound of (split - unsplit) says in words."""
     if lowest is None:
         return "not compared"
-    return f"fell by less than {abs(lowest):.4f}" if lowest <= 0 else f"rose by {lowest:.4f} or more"
+    return (
+        f"fell by less than {abs(lowest):.4f}" if lowest <= 0 else f"rose by {lowest:.4f} or more"
+    )
 
 
 def accuracy_lines(run: AccuracyRun) -> list[str]:
