@@ -54,6 +54,7 @@ class Completions:
     listed: tuple[str, ...] = ("small",)
     root: str = "/models/small"
     version: str | None = "0.32.0"
+    length: int = 2048
     wrong: frozenset[str] = frozenset()
     endless: frozenset[str] = frozenset()
     finish: str = "stop"
@@ -68,7 +69,7 @@ class Completions:
     def about(self, path: str) -> tuple[int, Any]:
         """Reply to a GET."""
         if path == "/v1/models":
-            one = {"root": self.root, "max_model_len": 2048}
+            one = {"root": self.root, "max_model_len": self.length}
             return 200, {"object": "list", "data": [{"id": name, **one} for name in self.listed]}
         if path == "/version" and self.version is not None:
             return 200, {"version": self.version}
@@ -77,6 +78,8 @@ class Completions:
     def complete(self, told: dict[str, Any]) -> tuple[int, str, str]:
         """Reply to a completion."""
         prompt = told["prompt"]
+        if not isinstance(prompt, str):  # tokens, or one text, of a single request
+            prompt = prompt[0] if isinstance(prompt[0], str) else "".join(map(chr, prompt[0]))
         (self.echoed if told.get("echo") else self.asked).append(prompt)
         if self.says is not None:
             return self.says
@@ -310,6 +313,63 @@ def test_one_failure_is_tried_again(serve: Serve, ask: Ask) -> None:
     found = ask(serve(completions), tries=2)
     assert right(found) == {one.id for one in QUESTIONS}
     assert len(completions.asked) == len(QUESTIONS) + 1
+
+
+@pytest.fixture
+def characters(tmp_path: Path) -> Callable[[str | None], str]:
+    """``characters(normalizer)``: folder of a tokenizer whose tokens are ASCII's characters."""
+
+    def make(normalizer: str | None) -> str:
+        data = {
+            "version": "1.0",
+            "added_tokens": [],
+            "normalizer": normalizer and {"type": normalizer},
+            "pre_tokenizer": None,
+            "decoder": {"type": "Fuse"},
+            "post_processor": None,
+            "model": {"type": "BPE", "vocab": {chr(i): i for i in range(128)}, "merges": []},
+        }
+        folder = tmp_path / "tokenizer"
+        folder.mkdir()
+        (folder / "tokenizer.json").write_text(json.dumps(data))
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+        return str(folder)
+
+    return make
+
+
+@needs_lm_eval
+def test_prompts_may_be_sent_as_tokens(
+    serve: Serve, ask: Ask, characters: Callable[[str | None], str]
+) -> None:
+    completions = Completions()
+    found = ask(serve(completions), tokenizer=characters(None), teacher_forced=1)
+    assert right(found) == {one.id for one in QUESTIONS}
+    assert found.logprobs == {"q0": word_logprobs(QUESTIONS[0])}
+    assert found.facts["asked"]["prompts"] != "text"
+
+
+@needs_lm_eval
+@pytest.mark.parametrize(
+    ("normalizer", "length", "message"),
+    [
+        ("Lowercase", 2048, "gives another text back than the prompt of question q0"),
+        (None, 300, r"q0 has \d+ tokens, and the server takes 44 before an answer"),
+    ],
+)
+def test_tokens_are_the_whole_prompt(
+    serve: Serve,
+    ask: Ask,
+    characters: Callable[[str | None], str],
+    normalizer: str | None,
+    length: int,
+    message: str,
+) -> None:
+    completions = Completions(length=length)
+    with pytest.raises(ServerError, match=message):
+        ask(serve(completions), tokenizer=characters(normalizer))
+    assert completions.asked == []
 
 
 @needs_lm_eval
