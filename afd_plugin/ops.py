@@ -31,6 +31,7 @@ class OpDefinition:
 
     ``kernel``: alike for every device; its annotations give the schema.  ``mutates``: names of the
     arguments that it writes.  ``fake``: same signature; checks and allocates, computes nothing.
+    Raises :class:`RoutingOpError` for what torch would take for another name, or for none.
     """
 
     namespace: str
@@ -38,6 +39,13 @@ class OpDefinition:
     kernel: Kernel
     mutates: tuple[str, ...]
     fake: Kernel
+
+    def __post_init__(self) -> None:
+        if not (self.namespace.isidentifier() and self.name.isidentifier()):
+            raise RoutingOpError(
+                f"an operator cannot be called {self.qualified_name!r}; namespace and name must be "
+                "identifiers, without an overload's name behind a dot. Give two such names."
+            )
 
     @property
     def qualified_name(self) -> str:

@@ -210,7 +210,15 @@ def expert_order(payload: RoutingPayload, expert_ranks: Sequence[int], ranks: in
 
 
 def by_experts(payload: RoutingPayload, order: ExpertOrder) -> RoutingPayload:
-    """One row an assignment, in ``order``; every assignment counts as real."""
+    """One row an assignment, in ``order``; every assignment counts as real.
+
+    Raises :class:`RoutingPayloadError` for the order of a payload of another shape.
+    """
+    need(
+        order.top_k == payload.top_k and order.assignments.numel() == payload.ids.numel(),
+        f"an order of {order.assignments.numel()} assignments, {order.top_k} a row, does not fit "
+        f"{payload.rows} rows that name {payload.top_k} experts; give the order of this payload",
+    )
     return RoutingPayload(
         ids=payload.ids.reshape(-1, 1)[order.assignments],
         weights=payload.weights.reshape(-1, 1)[order.assignments],
@@ -288,9 +296,9 @@ def _choices(ids: torch.Tensor) -> torch.Tensor:
 
 def _check_numbered(top_k: int, num_experts: int) -> None:
     need(
-        top_k <= num_experts <= EXACT_IDS,
+        type(num_experts) is int and top_k <= num_experts <= EXACT_IDS,
         f"{num_experts} experts cannot be numbered in float32 for rows that name {top_k}; allowed "
-        f"are {top_k} to {EXACT_IDS}. Give the layer's number of experts",
+        f"are {top_k} to {EXACT_IDS}. Give the layer's number of experts, as a whole number",
     )
 
 

@@ -26,6 +26,8 @@ from afd_plugin.errors import RoutingError, RoutingOpError
 from afd_plugin.ops import OpDefinition, Registrar, register, with_torch
 
 ID_DTYPES = (torch.int32, torch.int64)
+# Far above what any model has: whatever counts more is no number of experts.
+MOST_EXPERTS = 2**16
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,14 @@ def balanced_expert_ids(
     Holders that deal whole cycles are even from any place on, and begin a fraction apart.
     A token's experts differ from each other.
 
-    Raises :class:`RoutingError` for more experts a token than there are, or negative sizes.
+    Raises :class:`RoutingError` for more experts a token than there are, negative sizes, or more
+    than :data:`MOST_EXPERTS`.
     """
-    if num_tokens < 0 or not 0 <= top_k <= num_experts or num_experts < 1:
+    if num_tokens < 0 or not 0 <= top_k <= num_experts or not 1 <= num_experts <= MOST_EXPERTS:
         raise RoutingError(
             f"{num_tokens} tokens cannot go to {top_k} of {num_experts} experts each; allowed are "
-            "0 or more tokens and 0 to num_experts experts a token. Give the model's own numbers."
+            f"0 or more tokens, 0 to num_experts experts a token, and 1 to {MOST_EXPERTS} experts. "
+            "Give the model's own numbers."
         )
     cycle = _expert_cycle(num_experts, holders.expert_ranks)
     dealt = num_tokens * top_k
@@ -205,10 +209,11 @@ def _check_ids(topk_ids: torch.Tensor | None, num_experts: int) -> None:
             f"topk_ids is {list(topk_ids.shape)} of {topk_ids.dtype}; it must be "
             "[tokens, experts a token] of torch.int32 or torch.int64. Reshape or convert it first."
         )
-    if num_experts < 1 or topk_ids.shape[1] > num_experts:
+    if not 1 <= num_experts <= MOST_EXPERTS or topk_ids.shape[1] > num_experts:
         raise RoutingError(
             f"topk_ids gives each token {topk_ids.shape[1]} experts of {num_experts}; num_experts "
-            "is the number of logical experts and must be at least as large. Give the router's own."
+            "is the number of logical experts and must be at least as large, and no more than "
+            f"{MOST_EXPERTS}. Give the router's own."
         )
 
 

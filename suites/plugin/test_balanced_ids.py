@@ -152,7 +152,8 @@ def test_whole_cycles_begin_in_places_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "top_k", "experts"), [(-1, 1, 4), (3, 5, 4), (3, -1, 4), (0, 0, 0), (1, 1, -2)]
+    ("tokens", "top_k", "experts"),
+    [(-1, 1, 4), (3, 5, 4), (3, -1, 4), (0, 0, 0), (1, 1, -2), (1, 1, 65537)],
 )
 def test_sizes_that_cannot_be(tokens: int, top_k: int, experts: int) -> None:
     with pytest.raises(RoutingError, match=rf"{tokens} tokens .* {top_k} of {experts} experts"):

@@ -52,6 +52,15 @@ def test_the_schema_says_what_is_written() -> None:
     assert replace(ADD, mutates=()).schema == f"{NAME}(Tensor out, Tensor x, SymInt times) -> ()"
 
 
+@pytest.mark.parametrize(
+    ("namespace", "name"),
+    [("", "f"), ("ns", ""), ("ns", "f.out"), ("ns::more", "f"), ("ns", "a b")],
+)
+def test_names_that_torch_would_take_for_others(namespace: str, name: str) -> None:
+    with pytest.raises(RoutingOpError, match=f"cannot be called '{namespace}::{name}'"):
+        replace(ADD, namespace=namespace, name=name)
+
+
 @pytest.mark.usefixtures("added")
 def test_registered_it_runs_on_real_and_on_meta_tensors() -> None:
     out, x = torch.ones(3), torch.tensor([1.0, 2.0, 3.0])

@@ -328,6 +328,15 @@ def test_nothing_that_could_hold_them(rows: int, holders: list[int], ranks: int)
         expert_order(payload(rows), holders, ranks)
 
 
+@pytest.mark.parametrize(("rows", "top_k"), [(4, 2), (6, 2), (2, 5), (5, 1)])
+def test_the_order_of_another_payload(rows: int, top_k: int) -> None:
+    """Of fewer rows it would drop some, without a word."""
+    order = expert_order(payload(5, 2), [0] * 8, 1)
+    said = f"an order of 10 assignments, 2 a row, does not fit {rows} rows that name {top_k}"
+    with pytest.raises(RoutingPayloadError, match=said):
+        by_experts(payload(rows, top_k), order)
+
+
 def test_rows_that_are_not_all_back() -> None:
     order = expert_order(payload(5, 2), [0] * 8, 1)
     with pytest.raises(RoutingPayloadError, match=r"\[9, 3\] rows came back of 10"):
@@ -375,6 +384,16 @@ def test_numbers_that_name_no_expert_do_not_become_one(number: float) -> None:
     rows = torch.tensor([[0.5, 0.5, 1.0, 2.0], [0.5, 0.5, 3.0, number]])
     with pytest.raises(RoutingPayloadError, match=r"row 1 names .* as its expert 1; allowed are w"):
         from_rows(rows, 8)
+
+
+@pytest.mark.parametrize("experts", [8.5, 8.0, True, None])
+def test_what_is_no_number_of_experts(experts: Any) -> None:
+    for call in (
+        lambda: as_rows(payload(), experts),
+        lambda: from_rows(torch.zeros(2, 4), experts),
+    ):
+        with pytest.raises(RoutingPayloadError, match=f"{experts} experts cannot be numbered"):
+            call()
 
 
 def test_rows_of_more_experts_than_there_are() -> None:

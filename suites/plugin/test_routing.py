@@ -171,6 +171,7 @@ def test_live_not_a_bit_changes(seed: int, dtype: torch.dtype, tokens: int, top_
         (torch.zeros(6, dtype=torch.int64), 4, r"topk_ids is \[6\]"),
         (torch.zeros(1, 2, 3, dtype=torch.int64), 4, r"topk_ids is \[1, 2, 3\]"),
         (None, 4, "topk_ids is None"),
+        (torch.zeros(3, 2, dtype=torch.int32), 2**33, "2 experts of 8589934592; .*than 65536"),
     ],
     ids=lambda value: None if isinstance(value, torch.Tensor) else str(value)[:12],
 )
