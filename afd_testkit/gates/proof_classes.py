@@ -1,6 +1,6 @@
 """Test classes that show on an engine that its gates can fail; one class a set of engines.
 
-A suite derives from each of :data:`CLASSES`, gives the fixture ``proof_session`` and calls
+A suite imports the classes named ``Test…``, gives the fixture ``proof_session`` and calls
 :func:`parametrize` from its ``pytest_generate_tests``.  Two engines are alive at a time, so tests
 that need others must not come in between: random order moves a class as a whole, and the scope of
 ``subject`` keeps the classes of a subject together.
@@ -43,37 +43,34 @@ class SameEngines:
             pytest.fail(f"{gate} does not pass without a fault: {_told(seen)}", pytrace=False)
 
 
-class OneStep(SameEngines):
+class TestOneStep(SameEngines):
     """Prompts that fit one step."""
 
     gates = ("split", "prefix-hit")
 
 
-class Chunks(SameEngines):
+class TestChunks(SameEngines):
     """Prompts in chunks."""
 
     gates = ("chunked",)
 
 
-class SmallSteps(SameEngines):
+class TestSmallSteps(SameEngines):
     """Batches over several steps."""
 
     gates = ("stability",)
 
 
-class Routing(SameEngines):
+class TestRouting(SameEngines):
     """A compiled engine or a gated layer; for what is in compiled code, started with the fault."""
 
     gates = ("routing",)
 
 
-class ExternalRouting(SameEngines):
+class TestExternalRouting(SameEngines):
     """The stock engine, and ones whose experts are behind a connector."""
 
     gates = ("external-routing",)
-
-
-CLASSES: tuple[type[SameEngines], ...] = (OneStep, Chunks, SmallSteps, Routing, ExternalRouting)
 
 
 def parametrize(metafunc: pytest.Metafunc, subjects: Sequence[Subject]) -> None:
@@ -97,7 +94,7 @@ def miscounted(module: Mapping[str, object], subject: Subject) -> dict[str, int]
     ``module``: ``globals()`` of the suite.  Empty where one class proves each gate that
     ``subject`` gets, and none proves another.
     """
-    classes = {one for one in module.values() if isinstance(one, type)} - {SameEngines, *CLASSES}
+    classes = (one for one in module.values() if isinstance(one, type) and one is not SameEngines)
     times = Counter(gate for one in classes if issubclass(one, SameEngines) for gate in one.gates)
     wanted = {name: int(gate.applies(subject)) for name, gate in GATES.items()}
     return {
