@@ -27,12 +27,23 @@ class OpCase:
     shapes.  Without it floating values are one larger then, integers stay between the smallest and
     the largest of their tensor (or one less than that where all are one positive number), booleans
     are the others: give it where the operator does not take that, for example sorted offsets.
+
+    Raises :class:`TypeError` for one argument in the place of a tuple of them.
     """
 
     name: str
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     then: tuple[Any, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("args", "then"):
+            given = getattr(self, name)
+            if not isinstance(given, tuple | list) and not (name == "then" and given is None):
+                raise TypeError(
+                    f"case {self.name!r}: {name} is a {type(given).__qualname__}; it must be a "
+                    "tuple of the operator's arguments. One argument is written (argument,)"
+                )
 
     def copied(self) -> Arguments:
         """Arguments that a run may write to."""

@@ -7,7 +7,7 @@ that serving uses, and compared with the eager run, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class _Finding:
 
 def assert_op_contract(
     op: OpDefinition | torch._ops.OpOverload,
-    cases: Sequence[OpCase],
+    cases: Iterable[OpCase],
     backends: Sequence[str] = BACKENDS,
     opchecks: Sequence[str] = OPCHECKS,
 ) -> None:
@@ -68,6 +68,7 @@ def assert_op_contract(
     name, or for one whose second input the operator does not take; ``TypeError`` for an argument
     that cannot be compared.
     """
+    cases = tuple(cases)
     names = [case.name for case in cases]
     if not names or len(set(names)) < len(names):
         raise ValueError(f"cases named {names}; give one or more, each with a name of its own")

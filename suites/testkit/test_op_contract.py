@@ -273,6 +273,25 @@ def test_a_second_input_that_the_operator_refuses(op_library: OpLibrary) -> None
     assert judge(op_library, definition, case) == ""
 
 
+def test_one_argument_in_the_place_of_all_of_them() -> None:
+    """A tensor of one row would be taken apart into that row."""
+    with pytest.raises(TypeError, match=r"case 'any': args is a Tensor; .* written \(argument,\)"):
+        OpCase("any", torch.ones(1, 3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="case 'any': then is a Tensor; it must be a tuple"):
+        OpCase("any", (torch.ones(1, 3),), then=torch.ones(1, 3))  # type: ignore[arg-type]
+
+
+def test_cases_that_come_one_by_one_are_all_judged(op_library: OpLibrary) -> None:
+    definition = defined(text_, nothing, ("x",))
+    op_library.register(definition)
+    ways = iter(("twice", "not at all", "thrice"))
+    cases = (OpCase(how, (torch.zeros(2) if "not" in how else torch.ones(2), how)) for how in ways)
+    assert_op_contract(definition, cases, EAGER)
+    assert list(ways) == []
+    with pytest.raises(ValueError, match=r"cases named \[\]"):
+        assert_op_contract(definition, cases, EAGER)
+
+
 @pytest.mark.parametrize("then", [(torch.ones(3),), (), (torch.ones(2, dtype=torch.float64),)])
 def test_a_second_input_of_another_form(then: tuple[torch.Tensor, ...]) -> None:
     with pytest.raises(ValueError, match="case 'any': `then` has tensors"):
