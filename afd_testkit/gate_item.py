@@ -119,6 +119,7 @@ def _afd_options(config: pytest.Config, settings: Settings, *, folders: bool = T
         words.append(f"--afd-gsm8k={settings.gsm8k}")
     if settings.questions is not None:
         words.append(f"--afd-questions={settings.questions}")
+    words += [] if settings.servers is None else settings.servers.words()
     if folders and settings.cache != default_cache():
         words.append(f"--afd-cache={settings.cache}")
     if folders and settings.results != config.invocation_params.dir / DEFAULT_RESULTS:

@@ -8,6 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from afd_testkit.accuracy.options import (
+    ServerOptions,
+    add_server_options,
+    parse_server_options,
+)
+
 GROUP = "afd"
 DEFAULT_RESULTS = "afd-results"
 HUB = "hub"  # instead of a file of questions
@@ -26,6 +32,7 @@ class Settings:
     ``gsm8k``: file of questions for the accuracy gate (absolute) or ``hub``; ``None`` for the
     built-in ones.
     ``questions``: how many of them are asked; ``None`` for all.
+    ``servers``: running servers for the accuracy gate, ``None`` for an engine in process.
     ``results``: folder for the record and the page.  ``cache``: folder for made models.
     """
 
@@ -38,6 +45,7 @@ class Settings:
     npu_streams: str = "off"
     gsm8k: str | None = None
     questions: int | None = None
+    servers: ServerOptions | None = None
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -81,6 +89,7 @@ def add_options(parser: pytest.Parser) -> None:
         metavar="N",
         help="ask only the first N questions in the accuracy gate (default: all)",
     )
+    add_server_options(group)
     group.addoption(
         "--afd-results",
         metavar="DIR",
@@ -126,6 +135,7 @@ def parse_settings(config: pytest.Config) -> Settings:
         cache=_folder("--afd-cache", default_cache() if cache is None else base / cache),
         npu_streams=config.getoption("--afd-npu-streams"),
         gsm8k=gsm8k if gsm8k in (None, HUB) else str(_questions(base / gsm8k)),
+        servers=parse_server_options(config),
         questions=_count("--afd-questions", config.getoption("--afd-questions")),
     )
 

@@ -8,7 +8,7 @@ from math import inf, isfinite
 from typing import Any
 
 from afd_testkit.accuracy.margins import TRUNCATED_SHARE, Margin
-from afd_testkit.accuracy.spec import BASELINE, Arm, ArmResult, Spec
+from afd_testkit.accuracy.spec import BASELINE, UNSEEN, Arm, ArmResult, Spec
 from afd_testkit.accuracy.verdict import (
     CONFIDENCE,
     Judgement,
@@ -40,6 +40,7 @@ class Judge:
     margin: Margin
     questions: str
     results: Mapping[str, ArmResult]
+    engine: str = "vllm-cpu"
 
     def check(self, arm: Arm) -> CheckResult:
         """What this arm is judged by."""
@@ -76,7 +77,7 @@ class Judge:
         """A split arm against the unsplit one, by both signals."""
         arm, base = self.results[name], self.results[BASELINE]
         problems = self._unfit(arm)
-        if not arm.split_steps:
+        if not arm.split_steps and arm.arm.policy != UNSEEN:
             problems.append("no step of this arm was split; it shows nothing")
         facts = self._facts(arm)
         comparisons = []
@@ -199,9 +200,7 @@ class Judge:
         return {
             **scores,
             "shots": self.spec.shots,
-            "steps": arm.steps,
-            "split_steps": arm.split_steps,
-            "cut_requests": arm.cut_requests,
+            **({} if arm.arm.policy == UNSEEN else _steps(arm)),
             BALANCED: arm.balanced_routing,
             "questions_digest": self.questions,
             "seeds": self.spec.seeds,
@@ -257,7 +256,7 @@ class Judge:
     ) -> CheckResult:
         return CheckResult(
             gate=GATE,
-            engine="vllm-cpu",
+            engine=self.engine,
             model=self.model,
             dtype=self.spec.dtype,
             case=case,
@@ -268,6 +267,14 @@ class Judge:
             message="\n".join(problems),
             seconds=self.results[variant].seconds,
         )
+
+
+def _steps(arm: ArmResult) -> dict[str, int]:
+    return {
+        "steps": arm.steps,
+        "split_steps": arm.split_steps,
+        "cut_requests": arm.cut_requests,
+    }
 
 
 def _score(arm: ArmResult) -> float:

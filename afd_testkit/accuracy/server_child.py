@@ -31,10 +31,9 @@ from afd_testkit.accuracy.server_protocol import (
     read_reply,
 )
 from afd_testkit.accuracy.server_spec import MAX_NEW_TOKENS, ServerRun, ServerSpec
-from afd_testkit.accuracy.spec import Arm, ArmResult
+from afd_testkit.accuracy.spec import UNSEEN, Arm, ArmResult
 from afd_testkit.accuracy.task import TASK, answers, task_hash
 
-UNSEEN = "unseen"  # the policy of an arm behind a server
 SAY, PROBLEM = "say", "problem"
 _SAY_SECONDS = 3.0
 _NO_LIMIT = 1 << 30  # of a prompt's length: the server refuses what is too long

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -13,7 +12,7 @@ from typing import Any
 
 from afd_testkit.accuracy.questions import digest, read_questions
 from afd_testkit.accuracy.server_protocol import Served, ServerError, base_url
-from afd_testkit.accuracy.task import MAX_SHOTS
+from afd_testkit.accuracy.task import MAX_SHOTS, task_hash
 
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 MAX_NEW_TOKENS = 256  # lm-eval's own limit where a task names none, as gsm8k does
@@ -128,24 +127,12 @@ def asked_of(spec: ServerSpec, served: Served) -> Asked:
         examples=digest(read_questions(folder / "train.jsonl")),
         shots=spec.shots,
         seeds=spec.seeds,
-        task_hash=stock_task_hash(),
+        task_hash=task_hash(),
         lm_eval=importlib.metadata.version("lm_eval"),
         max_new_tokens=MAX_NEW_TOKENS,
         prompts="text" if spec.tokenizer is None else _tokenizer_digest(Path(spec.tokenizer)),
         stack=served.version,
     )
-
-
-def stock_task_hash() -> str:
-    """``task.task_hash``, found without importing lm-eval, which changes the process's variables.
-
-    Raises :class:`ServerError` where lm-eval is not installed.
-    """
-    found = importlib.util.find_spec("lm_eval")
-    if found is None or not found.submodule_search_locations:
-        raise ServerError("lm-eval is not installed here; pip install 'lm-eval[api]==0.4.13'")
-    path = Path(found.submodule_search_locations[0]) / "tasks" / "gsm8k" / "gsm8k.yaml"
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _tokenizer_digest(folder: Path) -> str:

@@ -15,12 +15,14 @@ from typing import Any
 from afd_testkit.accuracy.task import Answer
 
 BASELINE = "unsplit"
+UNSEEN = "unseen"  # the policy of an arm behind a server
 
 
 @dataclass(frozen=True)
 class Arm:
-    """``policy``: ``off``, ``request`` or ``token``.  ``fault``: what is injected, if anything.
+    """``policy``: ``off``, ``request`` or ``token``, or ``unseen`` behind a server.
 
+    ``fault``: what is injected, if anything.
     ``questions``: how many are answered, the first ones; 0 asks none.  ``teacher_forced``: of how
     many the reference answer's log-probabilities are taken.  ``backwards``: those are run in
     reverse order, so that steps hold other batches: what differs then is the engine's own noise.

@@ -25,6 +25,7 @@ from afd_testkit.accuracy.questions import (
     read_questions,
 )
 from afd_testkit.accuracy.run import run_arms
+from afd_testkit.accuracy.servers import judge_servers, server_arms
 from afd_testkit.accuracy.spec import Arm, Spec
 from afd_testkit.accuracy.task import MAX_SHOTS, write_task
 from afd_testkit.failure import failure_text
@@ -38,8 +39,11 @@ pytestmark = [pytest.mark.accuracy, pytest.mark.afd_gate(GATE)]
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test an arm that is judged."""
     if "arm" in metafunc.fixturenames:
-        arms = arms_of(1, _faults(metafunc.config.stash[settings_key]))
-        judged = [arm for arm in arms if arm.name != NOISE]
+        settings = metafunc.config.stash[settings_key]
+        if settings.servers is not None:
+            judged = server_arms(settings.servers)
+        else:
+            judged = [arm for arm in arms_of(1, _faults(settings)) if arm.name != NOISE]
         metafunc.parametrize("arm", judged, ids=lambda arm: arm.name)
 
 
@@ -73,8 +77,11 @@ def accuracy_judge(
 ) -> Judge:
     """All arms, run once."""
     model = afd_settings.models[0] if afd_settings.models else str(small_model())
-    folder = tmp_path_factory.mktemp("accuracy")
     asked, shots = _asked(afd_settings)
+    if afd_settings.servers is not None:
+        folders = afd_settings.cache, afd_settings.results
+        return judge_servers(afd_settings.servers, asked, shots, folders, afd_progress)
+    folder = tmp_path_factory.mktemp("accuracy")
     spec = Spec(
         model=model,
         dtype="float32",

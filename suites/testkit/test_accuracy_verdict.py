@@ -6,7 +6,7 @@ from math import comb
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from afd_testkit.accuracy.verdict import (
@@ -50,6 +50,7 @@ def test_flips_are_named_and_counted() -> None:
     assert (found.baseline_score, found.score) == (0.7, 0.6)
 
 
+@settings(deadline=None)  # exact tests of large counts take their time
 @given(st.integers(0, 30), st.integers(0, 30))
 def test_mcnemar_is_the_exact_binomial_test(broken: int, mended: int) -> None:
     flips = broken + mended
@@ -58,6 +59,7 @@ def test_mcnemar_is_the_exact_binomial_test(broken: int, mended: int) -> None:
     assert paired(*arms(100, 50, broken, mended)).p_value == pytest.approx(expected, rel=1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_bounds_leave_a_tail_of_one_in_forty(case: tuple[int, int]) -> None:
     k, n = case

@@ -117,6 +117,7 @@ def test_one_help_group_lists_every_option(pytester: pytest.Pytester) -> None:
     group = re.search(r"^attention-FFN .*:\n((?:  .*\n)+)", text, re.MULTILINE)
     assert group is not None
     options = {"require", "engine", "model", "prompts", "results", "cache"}
-    options |= {"npu-wait", "npu-locks", "npu-streams"}
+    options |= {"npu-wait", "npu-locks", "npu-streams", "gsm8k", "questions"}
+    options |= {"server", "baseline-server", "baseline", "server-model", "server-dtype"}
     assert set(re.findall(r"--afd-([\w-]+)", group[1])) == options
     assert set(re.findall(r"--afd-([\w-]+)", text)) == options
