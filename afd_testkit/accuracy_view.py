@@ -23,6 +23,7 @@ class Flip:
 
     id: str
     way: str
+    question: str
     unsplit: str
     split: str
 
@@ -185,6 +186,7 @@ def _flip(told: Mapping[str, Any]) -> Flip:
     return Flip(
         id=printable(str(told.get("id", ""))),
         way=printable(str(told.get("way", ""))),
+        question=_lines(str(told.get("question", ""))),
         unsplit=_lines(str(told.get("unsplit", ""))),
         split=_lines(str(told.get("split", ""))),
     )

@@ -213,6 +213,7 @@ class Judge:
             {
                 "id": name,
                 "way": way,
+                "question": texts[0][name].question,
                 "unsplit": texts[0][name].text.strip(),
                 "split": texts[1][name].text.strip(),
             }

@@ -40,6 +40,7 @@ class Answer:
     strict: bool
     flexible: bool
     truncated: bool
+    question: str = ""
 
 
 def stock_file() -> Path:
@@ -102,6 +103,7 @@ def answers(samples: Sequence[Mapping[str, Any]], truncated: Collection[str]) ->
                 strict=bool(strict[METRIC]),
                 flexible=bool(by_filter[FLEXIBLE][METRIC]),
                 truncated=name in truncated,
+                question=strict["doc"]["question"],
             )
         )
     return found

@@ -118,8 +118,8 @@ def test_flips_are_shown_with_both_answers() -> None:
     flips = token(answers=answers(broken=1, mended=1)).facts["flips"]
     right, wrong = "so\n#### 4", "so\n#### 5"
     assert flips == [
-        {"id": "q000", "way": "broken", "unsplit": right, "split": wrong},
-        {"id": "q190", "way": "mended", "unsplit": wrong, "split": right},
+        {"id": "q000", "way": "broken", "question": "", "unsplit": right, "split": wrong},
+        {"id": "q190", "way": "mended", "question": "", "unsplit": wrong, "split": right},
     ]
 
 

@@ -145,7 +145,7 @@ def test_lm_eval_s_own_scores_are_the_share_of_right_answers(evaluated: dict[str
 
 def sample(name: str, by: str, *, right: float = 1.0, text: str = "4") -> dict[str, Any]:
     return {
-        "doc": {"id": name},
+        "doc": {"id": name, "question": f"{name}?"},
         "filter": by,
         "resps": [[text]],
         "filtered_resps": ["4"],
@@ -162,8 +162,8 @@ def test_samples_of_a_question_are_brought_together_in_the_order_asked() -> None
         sample("a", "flexible-extract", right=0.0),
     ]
     assert answers(samples, ["a"]) == [
-        Answer("b", "4", "4", strict=False, flexible=True, truncated=False),
-        Answer("a", "4", "4", strict=True, flexible=False, truncated=True),
+        Answer("b", "4", "4", strict=False, flexible=True, truncated=False, question="b?"),
+        Answer("a", "4", "4", strict=True, flexible=False, truncated=True, question="a?"),
     ]
 
 

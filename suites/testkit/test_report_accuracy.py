@@ -41,7 +41,13 @@ SOURCE = "the source of the margin"
 TOKENS = Comparison("logprob", 2e-7, 1e-5, 1e-5, 1e-7, "tolerance", True, 500)
 DROP = Comparison("score drop, 95 % bound", 0.0082, 0.02, 0.02, None, SOURCE, True, 450)
 FLIPS = [
-    {"id": "q-lost", "way": "broken", "unsplit": "2+2=4\n#### 4", "split": "2+2=5\n#### 5"},
+    {
+        "id": "q-lost",
+        "way": "broken",
+        "question": "What is 2+2?",
+        "unsplit": "2+2=4\n#### 4",
+        "split": "2+2=5\n#### 5",
+    },
     {"id": "q-won", "way": "mended", "unsplit": "#### 8", "split": "#### 9"},
 ]
 
@@ -235,6 +241,7 @@ def test_flips_have_both_answers_side_by_side() -> None:
     html = section(ALL)
     row = re.search(r"<tr><th[^>]*><code>q-lost</code>.*?</tr>", html, re.DOTALL)
     assert row is not None
+    assert "What is 2+2?" in row[0]
     assert re.findall(r"<pre>(.*?)</pre>", row[0], re.DOTALL) == ["2+2=4\n#### 4", "2+2=5\n#### 5"]
     assert "token: broken" in words_of(row[0])
     assert html.index("q-lost") < html.index("q-won")
@@ -268,7 +275,9 @@ HOSTILE = "<script>x</script>\x1b[31m"
 
 
 def test_hostile_facts_stay_text() -> None:
-    flips = [{"id": HOSTILE, "way": HOSTILE, "unsplit": HOSTILE, "split": HOSTILE}]
+    flips = [
+        {"id": HOSTILE, "way": HOSTILE, "question": HOSTILE, "unsplit": HOSTILE, "split": HOSTILE}
+    ]
     checks = [
         dataclasses.replace(split_by(flips=flips), variant=HOSTILE, model=HOSTILE),
         dataclasses.replace(faulty(HOSTILE, ["score"]), model=HOSTILE),
