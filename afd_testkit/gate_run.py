@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from afd_testkit.need_rule import PROPERTY
+from afd_testkit.need_rule import PROPERTY, needs_key
 from afd_testkit.settings import Settings, check_results_dir
 
 if TYPE_CHECKING:
@@ -216,7 +216,6 @@ class GateRun:
         if missing is None or not report.skipped:
             return _message(report), item.command
         from afd_testkit.gate_item import need_command
-        from afd_testkit.plugin import needs_key
 
         name = str(missing).partition(":")[0]
         [need] = [need for need in self._config.stash[needs_key] if need.name == name]

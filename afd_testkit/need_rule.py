@@ -18,6 +18,8 @@ import pytest
 
 from afd_testkit.devices import Demand, MarkerError, Needs
 
+needs_key = pytest.StashKey[Needs]()
+
 PROPERTY = "afd_missing"
 UNNAMED = "no need named"
 _OUTPUT = "afd_deselected"

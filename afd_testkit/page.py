@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from markupsafe import Markup
 
-    from afd_testkit.evidence import RunInfo
+    from afd_testkit.run_info import RunInfo
 
 _MOST_FAILURES, _OPEN_FAILURES = 50, 3
 _MOST_CHARTS = 10  # of one gate row; the figures of all its checks are in the table below it

@@ -18,7 +18,7 @@ from afd_testkit.devices import VLLM_DISTRIBUTIONS, Demand, Needs, built_in, ver
 from afd_testkit.gate_run import GateRun
 from afd_testkit.leaks import LeakGuard
 from afd_testkit.ledger_rule import Ledger, LedgerRule
-from afd_testkit.need_rule import NeedRule
+from afd_testkit.need_rule import NeedRule, needs_key
 from afd_testkit.npu import fixtures as npu_fixtures
 from afd_testkit.settings import Settings
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from afd_testkit.results import CheckResult
 
 settings_key = pytest.StashKey[Settings]()
-needs_key = pytest.StashKey[Needs]()
 guard_key = pytest.StashKey[LeakGuard]()
 ledger_key = pytest.StashKey[Ledger]()
 
