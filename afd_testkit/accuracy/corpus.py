@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
 from afd_testkit.accuracy.problems import Level, Problem, as_text, drill, problems
 from afd_testkit.accuracy.recipe import Phase, Recipe
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PAD, EOS = "<pad>", "<eos>"
 SEPARATOR = "\n\n"  # between examples, as lm-eval writes them
@@ -34,6 +37,8 @@ def examples(recipe: Recipe, seed: int) -> Iterator[Problem]:
 
 def make_tokenizer(recipe: Recipe) -> Tokenizer:
     """Byte-level BPE over training text, each digit a token of its own; any text round-trips."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

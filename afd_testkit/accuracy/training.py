@@ -17,15 +17,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from afd_testkit.accuracy.corpus import EOS, IGNORED, PAD, SEPARATOR, batches, make_tokenizer
 from afd_testkit.accuracy.problems import Level, Problem, as_text, problems
 from afd_testkit.accuracy.recipe import Recipe, architecture
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _SAY_EVERY = 100  # steps
 _ASKED = 200  # held-out problems asked of the result, of each level

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from afd_testkit.accuracy.margins import small_model
 from afd_testkit.accuracy.plan import easy_and_right, few_shot_prompt, small_shots
@@ -29,6 +28,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("policy", ["off", "token"])
 def test_widened_model_answers(afd_engines: EnginePool, wide: Path, policy: Policy) -> None:
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(wide, local_files_only=True)
     asked = easy_and_right(6)
     prompts = [

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import pytest
-from tokenizers import Tokenizer
 
 from afd_testkit.accuracy.corpus import (
     EOS,
@@ -20,6 +20,9 @@ from afd_testkit.accuracy.corpus import (
 )
 from afd_testkit.accuracy.problems import Problem, as_text, problems, side_of
 from afd_testkit.accuracy.recipe import Phase, Recipe
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.vllm  # for tokenizers, which no other environment has
 

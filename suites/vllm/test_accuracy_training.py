@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from afd_testkit.accuracy import training
@@ -26,6 +25,9 @@ from afd_testkit.accuracy.training import (
     rate,
     right_answers,
 )
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.vllm  # for transformers, which no other environment has
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from afd_testkit.accuracy.margins import small_model
 from afd_testkit.accuracy.plan import easy_and_right, few_shot_prompt, gate_questions, small_shots
@@ -23,6 +22,8 @@ INSIDE = Path(__file__).parent / "answers_inside.py"
 
 
 def test_widened_model_answers_on_latent_attention_kernels(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     asked = easy_and_right(8)
     tokenizer = AutoTokenizer.from_pretrained(small_model(), local_files_only=True)
     prompts = [tokenizer.encode(few_shot_prompt(one, SHOTS)) for one in asked]
@@ -53,6 +54,8 @@ def test_widened_model_answers_on_latent_attention_kernels(tmp_path: Path) -> No
 
 
 def test_widened_model_is_the_same_function(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     wide = widen(small_model(), tmp_path / "wide")
     tokenizer = AutoTokenizer.from_pretrained(small_model(), local_files_only=True)
     ids = torch.tensor([tokenizer.encode(few_shot_prompt(gate_questions()[0], SHOTS))])
@@ -66,6 +69,8 @@ def test_widened_model_is_the_same_function(tmp_path: Path) -> None:
 
 
 def test_load_of_experts_is_the_routers_own_and_uneven() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(small_model(), local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(small_model(), dtype=torch.float32).eval()
     routers = [each for each in model.modules() if type(each).__name__ == "DeepseekV3TopkRouter"]
