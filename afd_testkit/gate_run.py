@@ -312,9 +312,13 @@ class GateRun:
 
 
 def _message(report: pytest.TestReport) -> str:
-    """Why it was skipped, or the error's own line above the failure as pytest shows it."""
+    """Why it was skipped, or the error's own line above the failure as pytest shows it.
+
+    Of errors that caused one another, the line of the last: it is meant for the user.
+    """
     if isinstance(report.longrepr, tuple):  # file, line, reason of a skip
         return report.longrepr[2].removeprefix("Skipped: ")
     text = report.longreprtext
-    told = [line[1:].strip() for line in text.splitlines() if line.startswith("E ")]
+    last = text.rpartition("direct cause of the following exception:")[2]
+    told = [line[1:].strip() for line in last.splitlines() if line.startswith("E ")]
     return "\n".join([*told[:1], text])

@@ -29,6 +29,7 @@ NOISE = "noise"
 SCORE = "score"
 _FLIPS_SHOWN = 20
 _TOKENS = "logprob"
+_MOST_NOISE = 10  # times the limit itself: noise widens it up to there
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class Judge:
         limit = tolerances(GATE, self.spec.dtype, "none")[_TOKENS]
         noise = _largest(base, self.results[NOISE].logprobs)[0]
         largest, worst = _largest(base, arm.logprobs)
-        allowed = limit.with_noise(noise)
+        # An engine that is noisier than this cannot be judged by what it says.
+        allowed = min(limit.with_noise(noise), _MOST_NOISE * limit.limit)
         ok = isfinite(allowed) and largest <= allowed
         return Comparison(
             quantity=_TOKENS,
@@ -237,8 +239,9 @@ class Judge:
         margin = self.margin.drop
         if judgement is Judgement.TOO_FEW:
             return (
-                f"{pair.n} questions cannot show that the score fell by less than {margin}; at "
-                f"least {fewest_questions(margin)} can. Ask more"
+                f"too few questions: the unsplit arm answers {pair.correct} of {pair.n} right, and "
+                f"only those can break. At least {fewest_questions(margin)} right ones can show "
+                f"that the score fell by less than {margin}. Ask more, or a model that knows them"
             )
         return (
             f"the score went from {pair.baseline_score:.4f} to {pair.score:.4f} "

@@ -62,7 +62,7 @@ def small_model() -> Path:
 def margin_of(model: str) -> Margin:
     """The margin of the model in the folder ``model``; raises :class:`UnknownMargin`."""
     folder = Path(model)
-    if folder == small_model():
+    if folder.resolve() == small_model().resolve():
         recorded = json.loads((folder / "baseline.json").read_text(encoding="utf-8"))
         return replace(TABLE["*"], baseline=recorded["right"], shots=recorded["shots"])
     for name in (folder.name, "*"):

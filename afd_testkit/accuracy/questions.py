@@ -53,7 +53,7 @@ def read_questions(path: Path, limit: int | None = None) -> tuple[Question, ...]
     if limit is not None and limit < 1:
         raise QuestionsError(f"{limit} questions were asked for; ask for 1 or more")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise QuestionsError(
             f"the questions in {path} cannot be read ({error}); give a UTF-8 file of JSON lines"
@@ -106,7 +106,7 @@ def hub_questions() -> tuple[tuple[Question, ...], tuple[Question, ...]]:
 def _question(line: str) -> Question:
     try:
         data: Any = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
         raise QuestionsError(f"not JSON ({error})") from error
     if not isinstance(data, dict):
         raise QuestionsError(f"a JSON {type(data).__name__}, not an object")

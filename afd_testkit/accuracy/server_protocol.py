@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -96,10 +97,10 @@ def check_pair(arm: Served, baseline: Served) -> None:
 
     Raises :class:`ServerError` where they are one, or differ in model, its folder or version.
     """
-    if arm.url == baseline.url:
+    if _address(arm.url) & _address(baseline.url):
         raise ServerError(
-            f"{arm.url} is both the arm and the baseline; give --afd-baseline-server another "
-            "server, which does not split"
+            f"{arm.url} and {baseline.url} are one server, both the arm and the baseline; give "
+            "--afd-baseline-server another one, which does not split"
         )
     roots = [PurePosixPath(one.root).name if one.root else None for one in (arm, baseline)]
     for what, ours, theirs in (
@@ -114,6 +115,17 @@ def check_pair(arm: Served, baseline: Served) -> None:
             )
 
 
+def _address(url: str) -> set[tuple[str, int]]:
+    """Where ``url`` leads; by its own words where no name service knows the host."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return {(host, port)}
+    return {(str(address[0]), port) for *_, address in found}
+
+
 def read_reply(status: int, kind: str, body: str, model: str) -> dict[str, Any]:
     """The completion in a reply of HTTP status ``status`` and content type ``kind``.
 
@@ -124,7 +136,7 @@ def read_reply(status: int, kind: str, body: str, model: str) -> dict[str, Any]:
         raise BadReply(f"the server answered HTTP {status}: {first_line(body)}", status)
     try:
         reply: Any = json.loads(body)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise BadReply(
             f"the server's reply is not JSON ({error}); it begins: {first_line(body)}"
         ) from error
@@ -232,5 +244,5 @@ def _get(base: str, path: str, *, missing_is_none: bool = False) -> Any:
         ) from error
     try:
         return json.loads(body)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ServerError(f"{base}{path} is not JSON; it begins: {first_line(body)}") from error

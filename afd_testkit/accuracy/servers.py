@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from afd_testkit.accuracy.judge import NOISE, Judge
@@ -20,7 +21,7 @@ from afd_testkit.accuracy.server_protocol import (
     check_pair,
     models_of,
 )
-from afd_testkit.accuracy.server_spec import ServerSpec, asked_of
+from afd_testkit.accuracy.server_spec import Asked, ServerSpec, asked_of
 from afd_testkit.accuracy.spec import BASELINE, UNSEEN, Arm, ArmResult, Spec
 from afd_testkit.accuracy.task import MAX_SHOTS, write_task
 
@@ -69,7 +70,7 @@ def judge_servers(
     if options.stored is not None and options.arm is not None:
         one = spec(options.arm)
         found[BASELINE] = load_baseline(options.stored, asked_of(one, served[options.arm]))
-        found[NOISE] = _stored_noise(options.stored)
+        found[NOISE] = _stored_noise(options.stored, found[BASELINE])
     if options.baseline is not None:
         for name in (BASELINE, NOISE):
             one = spec(options.baseline, noise=name == NOISE)
@@ -116,15 +117,26 @@ def _key(options: ServerOptions, asked: Sequence[Question], shots: Sequence[Ques
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _stored_noise(baseline: Path) -> ArmResult:
+def _stored_noise(baseline: Path, told: ArmResult) -> ArmResult:
+    """The noise measured with the baseline ``told``, which was asked the same."""
     path = baseline.parent / f"{NOISE}.json"
     try:
-        return ArmResult.read(path)
+        found = ArmResult.read(path)
+        asked = Asked.read(found.facts["asked"])
+        differences = replace(asked, questions="", count=0).differences(
+            replace(Asked.read(told.facts["asked"]), questions="", count=0)
+        )
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BaselineRefused(
             f"{path.name}, the noise of the baseline {baseline}, cannot be read ({error!r}); keep "
             "both files of a run together"
         ) from error
+    if not found.arm.backwards or differences or set(found.logprobs) != set(told.logprobs):
+        raise BaselineRefused(
+            f"{path} is not the noise of the baseline {baseline} "
+            f"({'; '.join(differences) or 'of other questions'}); keep both files of a run together"
+        )
+    return found
 
 
 def _keep(folder: Path, kept: Path) -> None:

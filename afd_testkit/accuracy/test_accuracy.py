@@ -16,6 +16,7 @@ from afd_testkit import gate_item
 from afd_testkit.accuracy.faults import SENSITIVITY
 from afd_testkit.accuracy.judge import GATE, NOISE, Judge
 from afd_testkit.accuracy.margins import margin_of, small_model
+from afd_testkit.accuracy.options import check_together
 from afd_testkit.accuracy.plan import arms_of, gate_questions, small_shots
 from afd_testkit.accuracy.questions import (
     Question,
@@ -76,6 +77,7 @@ def accuracy_judge(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Judge:
     """All arms, run once."""
+    check_together(afd_settings)
     model = afd_settings.models[0] if afd_settings.models else str(small_model())
     asked, shots = _asked(afd_settings)
     if afd_settings.servers is not None:

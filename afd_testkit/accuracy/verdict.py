@@ -82,11 +82,13 @@ class Paired:
     def judge(self, margin: float) -> Judgement:
         """``passed`` only where the score fell by less than ``margin`` with 95 % confidence.
 
-        A run in which even no flip at all would not say so is too small to be passed.
+        Only an answer that is right can break: with fewer right ones in the baseline than
+        questions are needed for a run without a flip to say so, nothing is shown, whatever
+        flipped.
         """
-        if self.lowest_difference > -margin:
-            return Judgement.PASSED
-        return Judgement.TOO_FEW if self.n < fewest_questions(margin) else Judgement.FAILED
+        if self.correct < fewest_questions(margin):
+            return Judgement.TOO_FEW
+        return Judgement.PASSED if self.lowest_difference > -margin else Judgement.FAILED
 
 
 def paired(baseline: Mapping[str, bool], arm: Mapping[str, bool]) -> Paired:

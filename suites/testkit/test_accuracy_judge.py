@@ -149,6 +149,23 @@ def test_a_score_that_fell_fails_and_names_flips_and_bound() -> None:
     assert drop.max_diff > 40 / 200
 
 
+def test_noise_widens_the_limit_to_ten_times_at_most() -> None:
+    check = moved(1.1e-4, 1e-3)
+    assert comparison(check, "logprob").limit == pytest.approx(1e-4)
+    assert check.outcome is Outcome.FAILED
+
+
+def test_a_model_that_answers_nothing_right_is_no_pass() -> None:
+    wrong = answers(broken=RIGHT)
+    check = judged(
+        "token",
+        unsplit=made("unsplit", answers=wrong),
+        token=made("token", "token", answers=wrong),
+    )
+    assert check.outcome is Outcome.FAILED
+    assert "0 of 200 right, and only those can break" in check.message
+
+
 def test_too_few_questions_are_no_pass() -> None:
     few = answers()[:50]
     check = judged(
@@ -158,8 +175,8 @@ def test_too_few_questions_are_no_pass() -> None:
     )
     assert check.outcome is Outcome.FAILED
     # 1 - (1 - 0.02)^n must reach 0.975: n = ln 0.025 / ln 0.98 = 182.6.
-    assert "50 questions cannot show" in check.message
-    assert "at least 183 can" in check.message
+    assert "too few questions: the unsplit arm answers 50 of 50 right" in check.message
+    assert "At least 183 right ones" in check.message
     assert check.facts["detectable_drop"] is None
 
 
@@ -240,7 +257,7 @@ def test_several_reasons_are_all_told() -> None:
 
 @pytest.mark.parametrize(
     ("by", "noise", "limit"),
-    [(0.9e-5, 0.0, 1e-5), (1.1e-5, 0.0, 1e-5), (3.9e-3, 1e-3, 4e-3), (4.1e-3, 1e-3, 4e-3)],
+    [(0.9e-5, 0.0, 1e-5), (1.1e-5, 0.0, 1e-5), (3.9e-5, 1e-5, 4e-5), (4.1e-5, 1e-5, 4e-5)],
 )
 def test_tokens_may_differ_by_the_tolerance_or_four_times_the_noise(
     by: float, noise: float, limit: float

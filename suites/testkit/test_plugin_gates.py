@@ -382,3 +382,22 @@ def test_a_gate_needs_a_name(pytester: pytest.Pytester, marker: str) -> None:
     result = pytester.runpytest_inprocess(*QUIET)
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*test_it: write @pytest.mark.afd_gate('name of the gate')*"])
+
+
+def test_of_errors_that_caused_one_another_the_last_is_told(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.afd_gate("split")
+        def test_it():
+            try:
+                raise OSError("refused")
+            except OSError as error:
+                raise ValueError("start the server") from error
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:hypothesispytest", "-p", "no:randomly")
+    [line] = [one for one in result.outlines if one.strip().startswith("ValueError")]
+    assert line.strip() == "ValueError: start the server"
+    assert not any(one.strip().startswith("OSError: refused") for one in result.outlines[-20:])
