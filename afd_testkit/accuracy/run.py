@@ -24,6 +24,7 @@ from afd_testkit.accuracy.spec import ArmResult, Spec
 CHILD = "afd_testkit.engines._lm_eval"
 SAY = "afd: "  # what the child puts before each line of progress
 SILENT_SECONDS = 600.0  # without a line of output, the child is taken to hang
+_SMALL = 256  # hidden size
 _TAIL = 15
 
 
@@ -85,8 +86,11 @@ def _environment(model: Path, folder: Path) -> dict[str, str]:
         ) from error
     # Multi-head attention serves latent attention in float32; the CPU's MLA kernels take one size.
     widened = config.get("kv_lora_rank") == 512 and config.get("qk_rope_head_dim") == 64
+    # A small model gains nothing from threads, which on a busy machine wait for each other.
+    small = config.get("hidden_size", _SMALL + 1) <= _SMALL
     return {
         **os.environ,
+        **({"OMP_NUM_THREADS": "1"} if small else {}),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_MLA_DISABLE": "1" if "kv_lora_rank" in config and not widened else "0",

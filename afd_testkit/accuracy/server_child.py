@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from afd_testkit.accuracy.orphans import end_with_parent
 from afd_testkit.accuracy.server_journal import Journal
 from afd_testkit.accuracy.server_protocol import (
     BadReply,
@@ -293,6 +294,7 @@ def main(path: str, say: Callable[[str, str], None]) -> int:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     # Only events go to standard output; what libraries print there goes to the log.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as events:
         os.dup2(2, 1)

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from afd_testkit.accuracy.orphans import end_with_parent
 from afd_testkit.accuracy.run import SAY
 from afd_testkit.accuracy.spec import Arm, ArmResult, Spec
 from afd_testkit.accuracy.task import TASK, answers, task_hash
@@ -262,4 +263,5 @@ def main(path: str, say: Callable[[str], None]) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main(sys.argv[1], lambda text: print(SAY + text, flush=True))
