@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+#: The one size that kernels for latent attention take: latent and rotary values.
+LATENT, ROTARY = 512, 64
+
 
 @dataclass(frozen=True)
 class Phase:

@@ -2,7 +2,7 @@
 
 Asks it through lm-eval on the real engine, unsplit, and writes beside its weights
 ``baseline.json`` (its answers to the gate's questions, right or wrong, which the gate's floor is
-made of) and ``card.json`` (recipe, scores, load of experts, checksum, stack).
+made of) and ``card.json`` (recipe, scores, checksum, stack).
 """
 
 from __future__ import annotations

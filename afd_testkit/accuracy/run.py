@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
+from afd_testkit.accuracy.recipe import LATENT, ROTARY
 from afd_testkit.accuracy.spec import ArmResult, Spec
 
 CHILD = "afd_testkit.engines._lm_eval"
@@ -85,7 +86,7 @@ def _environment(model: Path, folder: Path) -> dict[str, str]:
             "tokenizer"
         ) from error
     # Multi-head attention serves latent attention in float32; the CPU's MLA kernels take one size.
-    widened = config.get("kv_lora_rank") == 512 and config.get("qk_rope_head_dim") == 64
+    widened = (config.get("kv_lora_rank"), config.get("qk_rope_head_dim")) == (LATENT, ROTARY)
     # A small model gains nothing from threads, which on a busy machine wait for each other.
     small = config.get("hidden_size", _SMALL + 1) <= _SMALL
     return {

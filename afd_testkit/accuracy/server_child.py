@@ -31,9 +31,9 @@ from afd_testkit.accuracy.server_protocol import (
     generation,
     read_reply,
 )
-from afd_testkit.accuracy.server_spec import MAX_NEW_TOKENS, ServerRun, ServerSpec
+from afd_testkit.accuracy.server_spec import ServerRun, ServerSpec
 from afd_testkit.accuracy.spec import UNSEEN, Arm, ArmResult
-from afd_testkit.accuracy.task import TASK, answers, task_hash
+from afd_testkit.accuracy.task import MAX_NEW_TOKENS, TASK, answers, task_hash
 
 SAY, PROBLEM = "say", "problem"
 _SAY_SECONDS = 3.0

@@ -12,10 +12,8 @@ from typing import Any
 
 from afd_testkit.accuracy.questions import digest, read_questions
 from afd_testkit.accuracy.server_protocol import Served, ServerError, base_url
-from afd_testkit.accuracy.task import MAX_SHOTS, task_hash
-
-SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
-MAX_NEW_TOKENS = 256  # lm-eval's own limit where a task names none, as gsm8k does
+from afd_testkit.accuracy.spec import SEEDS, default_seeds
+from afd_testkit.accuracy.task import MAX_NEW_TOKENS, MAX_SHOTS, task_hash
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ class ServerSpec:
     questions: int
     teacher_forced: int = 0
     backwards: bool = False
-    seeds: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SEEDS, 1234))
+    seeds: dict[str, int] = field(default_factory=default_seeds)
     timeout: int = 120
     tries: int = 2
     concurrency: int = 8

@@ -15,7 +15,13 @@ from typing import Any
 from afd_testkit.accuracy.task import Answer
 
 BASELINE = "unsplit"
+SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 UNSEEN = "unseen"  # the policy of an arm behind a server
+
+
+def default_seeds() -> dict[str, int]:
+    """lm-eval's four seeds where nobody states others."""
+    return dict.fromkeys(SEEDS, 1234)
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,7 @@ class Spec:
     max_step_tokens: int = 2048
     max_num_seqs: int = 64
     kv_cache_bytes: int = 256 << 20
-    seeds: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(
-            ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), 1234
-        )
-    )
+    seeds: dict[str, int] = field(default_factory=default_seeds)
 
     def write(self, path: Path) -> None:
         """As JSON."""

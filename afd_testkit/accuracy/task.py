@@ -20,6 +20,7 @@ TASK = "afd_gsm8k"
 STRICT, FLEXIBLE = "strict-match", "flexible-extract"
 METRIC = "exact_match"
 MAX_SHOTS = 5
+MAX_NEW_TOKENS = 256  # lm-eval's own limit where a task names none, as gsm8k does
 
 
 class TaskError(RuntimeError):

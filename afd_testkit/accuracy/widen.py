@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-LATENT, ROTARY = 512, 64
+from afd_testkit.accuracy.recipe import LATENT, ROTARY
+
 _WEIGHTS = "model.safetensors"
 
 

@@ -17,10 +17,9 @@ from typing import Any
 from afd_testkit.accuracy.orphans import end_with_parent
 from afd_testkit.accuracy.run import SAY
 from afd_testkit.accuracy.spec import Arm, ArmResult, Spec
-from afd_testkit.accuracy.task import TASK, answers, task_hash
+from afd_testkit.accuracy.task import MAX_NEW_TOKENS, TASK, answers, task_hash
 from afd_testkit.engines.base import EngineError
 
-GENERATED = 256  # tokens of an answer at most, as lm-eval has it
 _WORKER = "afd_plugin.workers.cpu.AFDCPUWorker"
 
 
@@ -90,7 +89,7 @@ def start(spec: Spec) -> Any:
         max_num_seqs=spec.max_num_seqs,
         max_num_batched_tokens=max(spec.max_step_tokens, length),
         batch_size="auto",
-        max_gen_toks=GENERATED,
+        max_gen_toks=MAX_NEW_TOKENS,
         seed=0,
         enforce_eager=True,
         async_scheduling=False,
@@ -123,12 +122,13 @@ def model_length(spec: Spec) -> int:
                     f"{one.doc['id']}: what it reads is not what was asked. Repair the tokenizer"
                 )
         # The reference answer takes its place too, and one token is always generated.
-        needed = max(needed, counts[0] + max(GENERATED, counts[1] + 1))
+        needed = max(needed, counts[0] + max(MAX_NEW_TOKENS, counts[1] + 1))
     most = AutoConfig.from_pretrained(spec.model, local_files_only=True).max_position_embeddings
     if needed > most:
         raise EngineError(
             f"the longest prompt takes {needed} tokens with its answer, which may have "
-            f"{GENERATED}; the model has {most} positions. Use fewer shots or shorter questions"
+            f"{MAX_NEW_TOKENS}; the model has {most} positions. Use fewer shots or shorter "
+            "questions"
         )
     return max(spec.max_model_len, needed)
 
@@ -155,7 +155,7 @@ def run_arm(model: Any, spec: Spec, arm: Arm) -> ArmResult:
                 "task_hash": task_hash(),
                 "lm_eval": evaluated["lm_eval_version"],
                 "generation": evaluated["configs"][TASK]["generation_kwargs"],
-                "generated_tokens_limit": GENERATED,
+                "generated_tokens_limit": MAX_NEW_TOKENS,
                 "chat_template": None,
                 "limit": arm.questions,
                 "max_model_len": model.max_length,
