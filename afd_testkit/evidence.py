@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -38,7 +37,8 @@ from afd_testkit.results_folder import (
     write_or_fall_back,
 )
 from afd_testkit.run_info import NotRun, RunInfo, Topology, timestamp
-from afd_testkit.summary import count_outcomes, judge
+from afd_testkit.strict_json import read_json
+from afd_testkit.summary import count_outcomes, judge, lacks_a_split_arm
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
@@ -241,9 +241,7 @@ def load_record(path: Path, *, device: bool = False) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"cannot read the record {str(path)!r}: {error}") from error
     try:
-        record = json.loads(
-            text, parse_constant=_refuse_constant, object_pairs_hook=_refuse_repetition
-        )
+        record = read_json(text, parse_constant=_refuse_constant)
     except ValueError as error:
         raise RecordError(f"{str(path)!r} is not strict JSON: {error}") from error
     version = record.get("schema_version") if isinstance(record, dict) else None
@@ -268,27 +266,24 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON; records write it as the string {name!r}")
 
 
-def _refuse_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object as a dictionary; whoever reads it must not find one of two values."""
-    members = dict(pairs)
-    if len(members) < len(pairs):
-        twice = next(name for name, count in Counter(n for n, _ in pairs).items() if count > 1)
-        raise ValueError(
-            f"an object names {twice!r} more than once; of two values either may be meant"
-        )
-    return members
-
-
 def _contradiction(record: Mapping[str, Any]) -> str:
     """Where commit, outcomes, expert ids, emulation, summary and verdict contradict each other."""
+    from afd_testkit.accuracy_evidence import why_no_accuracy  # scipy, for records alone
+
     commit, checkout = record["source"]["commit"], record["code"]["checkout"]
     if (commit is None) != (checkout in (Relation.DIFFERS, Relation.NONE)):
         return f"at $.source.commit: {commit!r}, but $.code.checkout is {checkout!r}"
     for number, check in enumerate(record["checks"]):
         if check["outcome"] == "passed" and not all(c["ok"] for c in check["comparisons"]):
             return f"at $.checks[{number}].outcome: 'passed', but a comparison is not ok"
-    if forced := why_not_natural(record):
-        return forced
+        for place, one in enumerate(check["comparisons"]):
+            if one["ok"] and not float(one["max_diff"]) <= float(one["limit"]):
+                return (
+                    f"at $.checks[{number}].comparisons[{place}].ok: true, but max_diff is "
+                    f"{one['max_diff']} and the limit {one['limit']}"
+                )
+    if why := why_not_natural(record) or why_no_accuracy(record):
+        return why
     emulated = _emulated(record)
     if record["emulated_npu"] != emulated:
         return f"at $.emulated_npu: {record['emulated_npu']}, but the checks give {emulated}"
@@ -299,7 +294,12 @@ def _contradiction(record: Mapping[str, Any]) -> str:
         if count != found:
             return f"at $.summary.{name}: {count}, but the checks give {found}"
     verdict = judge(
-        summary, not_run=len(record["not_run"]), interrupted=record["interrupted"]
+        summary,
+        not_run=len(record["not_run"]),
+        interrupted=record["interrupted"],
+        no_split_arm=lacks_a_split_arm(
+            (c["gate"], c["case"], c["outcome"]) for c in record["checks"]
+        ),
     ).verdict
     if record["verdict"] != verdict:
         return f"at $.verdict: {record['verdict']!r}, but the checks give {str(verdict)!r}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from afd_testkit.results import CheckResult, Comparison, Outcome, Worst
-from afd_testkit.summary import NO_ENGINE, severity
+from afd_testkit.summary import ACCURACY, NO_ENGINE, severity
 
 _MOST_COMPARISONS = 4
 
@@ -58,12 +58,15 @@ def what(comparison: Comparison) -> str:
     return f"{comparison.quantity} {verb} {number(comparison.max_diff)}, {limit}"
 
 
-def place(comparison: Comparison) -> str:
+def place(comparison: Comparison, gate: str) -> str:
     """Where it went furthest: request, token, stage, layer and index; empty where not known."""
-    return "" if comparison.worst is None else _position(comparison.worst, comparison.quantity)
+    worst = comparison.worst
+    return "" if worst is None else _position(worst, comparison.quantity, gate)
 
 
-def _position(at: Worst, quantity: str) -> str:
+def _position(at: Worst, quantity: str, gate: str) -> str:
+    if gate == ACCURACY:  # several steps compute an answer, and nobody sees which
+        return f"question {at.request!r}, token {at.token} of its reference answer"
     token = f"request {at.request!r}, token {at.token}"
     if quantity == "greedy":  # sampled after the whole step, from one row
         return token
@@ -88,7 +91,7 @@ def failure_text(check: CheckResult) -> str:
     lines = [head]
     for shown, comparison in enumerate(bad[:_MOST_COMPARISONS]):
         lines += [""] if shown else []
-        lines += _block(comparison)
+        lines += _block(comparison, check.gate)
     if len(bad) > _MOST_COMPARISONS:
         lines.append(f"  and {len(bad) - _MOST_COMPARISONS} more quantities differ")
     # A gate may store this very text as the message of its result.
@@ -102,16 +105,16 @@ def failure_text(check: CheckResult) -> str:
     return "\n".join(lines)
 
 
-def _block(comparison: Comparison) -> list[str]:
+def _block(comparison: Comparison, gate: str) -> list[str]:
     lines = _labelled("what", f"{what(comparison)} ({comparison.compared:,} values compared)")
     worst = comparison.worst
     if worst is not None:
-        lines += _labelled("worst", place(comparison))
+        lines += _labelled("worst", place(comparison, gate))
         lines += _labelled("actual", f"{worst.actual!r}")
         lines += _labelled("expected", f"{worst.expected!r}")
     if comparison.first is not None:
         same = comparison.first == worst
-        where = "the same" if same else _position(comparison.first, comparison.quantity)
+        where = "the same" if same else _position(comparison.first, comparison.quantity, gate)
         lines += _labelled("first", f"beyond the limit: {where}")
     rule = f" ({comparison.rule})" if comparison.rule else ""
     lines += _labelled("tolerance", f"{number(comparison.tolerance)}{rule}")

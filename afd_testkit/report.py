@@ -289,7 +289,7 @@ def _failure(check: CheckResult, variants: int) -> list[Text]:
         first = bad[0]
         found = what(first) + (f" (and {len(bad) - 1} more)" if len(bad) > 1 else "")
         if first.worst is not None:
-            found += f": {place(first)}"
+            found += f": {place(first, check.gate)}"
         lines.append(_text(f"  {found}", crop=True))
         values = f"tolerance {number(first.tolerance)}, noise {number(first.noise)}"
         if first.worst is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from afd_testkit.own_code import Code, identify
 from afd_testkit.provenance import Machine, Source, read_machine, read_source, read_versions
 from afd_testkit.results import CheckResult
-from afd_testkit.summary import Judgement, count_outcomes, judge
+from afd_testkit.summary import Judgement, count_outcomes, judge, lacks_a_split_arm
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,10 @@ class RunInfo:
     def judge(self, checks: Sequence[CheckResult]) -> Judgement:
         """The verdict on this run with these checks."""
         return judge(
-            count_outcomes(checks), not_run=len(self.not_run), interrupted=self.interrupted
+            count_outcomes(checks),
+            not_run=len(self.not_run),
+            interrupted=self.interrupted,
+            no_split_arm=lacks_a_split_arm((c.gate, c.case, c.outcome) for c in checks),
         )
 
 

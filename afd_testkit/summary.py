@@ -21,8 +21,8 @@ from afd_testkit.results import CheckResult, Comparison, Outcome, StageBalance
 FACT_HIT_PERCENT = "realized_percent"  # number: prompt tokens served from the prefix cache
 FACT_CHUNKS = "chunks"  # request name to the scheduled tokens of each of its prefill steps
 
-#: The gate that compares answers, and its case of the arm that the others are compared with.
-ACCURACY, ACCURACY_BASELINE = "accuracy", "baseline"
+#: The gate that compares answers; its case of the arm that others are compared with, and theirs.
+ACCURACY, ACCURACY_BASELINE, ACCURACY_SPLIT = "accuracy", "baseline", "split"
 
 #: Why a step was not split that was not to be split: what the splitter says then.
 SPLIT_OFF = "disabled"
@@ -55,13 +55,16 @@ def count_outcomes(checks: Iterable[CheckResult]) -> dict[str, int]:
     return {"total": sum(counts.values()), **counts}
 
 
-def judge(counts: dict[str, int], *, not_run: int, interrupted: bool) -> Judgement:
+def judge(
+    counts: dict[str, int], *, not_run: int, interrupted: bool, no_split_arm: bool
+) -> Judgement:
     """The verdict on a run.
 
     A failed check fails the run, whatever else happened.  Without one, the run is incomplete
     if it was interrupted, if selected items did not run, if a check ended in an error (then
-    nothing was judged), or if no check passed.  Skipped and waived checks leave the verdict
-    as it is; they are counted beside it.
+    nothing was judged), if no check passed, or if answers were asked for and of no split arm
+    (``no_split_arm``).  Skipped and waived checks leave the verdict as it is; they are counted
+    beside it.
     """
     failed = counts[Outcome.FAILED]
     reasons = [
@@ -75,12 +78,19 @@ def judge(counts: dict[str, int], *, not_run: int, interrupted: bool) -> Judgeme
             (int(interrupted), "the run was interrupted"),
             (not_run, f"{not_run} selected {'item' if not_run == 1 else 'items'} did not run"),
             (int(counts[Outcome.PASSED] == 0), "no check passed"),
+            (int(no_split_arm), f"{ACCURACY}: no split arm was compared with the unsplit one"),
         )
         if count
     ]
     if failed:
         return Judgement(Verdict.FAILED, tuple(reasons))
     return Judgement(Verdict.INCOMPLETE if reasons else Verdict.PASSED, tuple(reasons))
+
+
+def lacks_a_split_arm(checks: Iterable[tuple[str, str, str]]) -> bool:
+    """Whether accuracy passed, and of no split arm.  ``checks``: gate, case and outcome of each."""
+    passed = {case for gate, case, outcome in checks if (gate, outcome) == (ACCURACY, "passed")}
+    return bool(passed) and ACCURACY_SPLIT not in passed
 
 
 def _checks(count: int) -> str:

@@ -8,7 +8,17 @@ from math import inf, isfinite
 from typing import Any
 
 from afd_testkit.accuracy.margins import TRUNCATED_SHARE, Margin
-from afd_testkit.accuracy.spec import BASELINE, UNSEEN, Arm, ArmResult, Spec
+from afd_testkit.accuracy.spec import (
+    BASELINE,
+    BOUND,
+    SCORE,
+    SENSITIVITY_CASE,
+    TOKENS,
+    UNSEEN,
+    Arm,
+    ArmResult,
+    Spec,
+)
 from afd_testkit.accuracy.verdict import (
     CONFIDENCE,
     Judgement,
@@ -23,12 +33,10 @@ from afd_testkit.accuracy.verdict import (
 from afd_testkit.forced_balance import BALANCED
 from afd_testkit.gates.tolerances import tolerances
 from afd_testkit.results import CheckResult, Comparison, Outcome, Worst
+from afd_testkit.summary import ACCURACY, ACCURACY_BASELINE, ACCURACY_SPLIT
 
-GATE = "accuracy"
 NOISE = "noise"
-SCORE = "score"
 _FLIPS_SHOWN = 20
-_TOKENS = "logprob"
 _MOST_NOISE = 10  # times the limit itself: noise widens it up to there
 
 
@@ -52,32 +60,44 @@ class Judge:
     def baseline(self) -> CheckResult:
         """The unsplit arm by itself: fit to be compared with, and not below the recorded score."""
         base = self.results[BASELINE]
+        facts = self._facts(base)
+        comparisons: tuple[Comparison, ...] = ()
+        floor = self._floor()
+        if floor is not None:
+            under = floor - _score(base)
+            comparisons = (self._comparison(SCORE, under, 0.0, under <= 0, len(base.answers)),)
+            facts["floor"] = floor
+        return self._check(
+            ACCURACY_BASELINE, BASELINE, comparisons, facts, self._baseline_problems()
+        )
+
+    def _floor(self) -> float | None:
+        """The least score of the unsplit arm, where one was recorded for what was asked."""
+        asked = [one.id for one in self.results[BASELINE].answers]
+        return self.margin.floor(asked, self.spec.shots)
+
+    def _baseline_problems(self) -> list[str]:
+        """Why nothing can be compared with the unsplit arm."""
+        base = self.results[BASELINE]
         problems = self._unfit(base)
         if not base.answers:
             problems.append("no question was answered; give at least one")
         if base.split_steps:
             problems.append(f"{base.split_steps} steps of the unsplit arm were split")
-        facts = self._facts(base)
-        asked = [one.id for one in base.answers]
-        floor = self.margin.floor(asked, self.spec.shots)
-        comparisons: tuple[Comparison, ...] = ()
-        if floor is not None:
-            score = _score(base)
-            ok = score >= floor
-            comparisons = (self._comparison(SCORE, floor - score, 0.0, ok, len(base.answers)),)
-            facts["floor"] = floor
-            if not ok:
-                problems.append(
-                    f"the unsplit score {score:.4f} is below the floor {floor:.4f}: the model's "
-                    f"recorded answers to these questions less its margin {self.margin.drop}. "
-                    "The stack is wrong before anything is split"
-                )
-        return self._check("baseline", BASELINE, comparisons, facts, problems)
+        floor = self._floor()
+        if floor is not None and _score(base) < floor:
+            problems.append(
+                f"the unsplit score {_score(base):.4f} is below the floor {floor:.4f}: the model's "
+                f"recorded answers to these questions less its margin {self.margin.drop}. "
+                "The stack is wrong before anything is split"
+            )
+        return problems
 
     def arm(self, name: str) -> CheckResult:
         """A split arm against the unsplit one, by both signals."""
         arm, base = self.results[name], self.results[BASELINE]
         problems = self._unfit(arm)
+        problems += [f"the unsplit arm is no baseline: {one}" for one in self._baseline_problems()]
         if not arm.split_steps and arm.arm.policy != UNSEEN:
             problems.append("no step of this arm was split; it shows nothing")
         facts = self._facts(arm)
@@ -95,13 +115,15 @@ class Judge:
         try:
             pair = paired(base.right(), arm.right())
         except NotPaired as error:
-            return self._check("split", name, tuple(comparisons), facts, [*problems, str(error)])
+            return self._check(
+                ACCURACY_SPLIT, name, tuple(comparisons), facts, [*problems, str(error)]
+            )
         comparisons.append(self._score_drop(pair))
         facts.update(self._pair_facts(pair, arm, base))
         judgement = pair.judge(self.margin.drop)
         if judgement is not Judgement.PASSED:
             problems.append(self._why(pair, judgement))
-        return self._check("split", name, tuple(comparisons), facts, problems)
+        return self._check(ACCURACY_SPLIT, name, tuple(comparisons), facts, problems)
 
     def sensitivity(self, name: str) -> CheckResult:
         """A faulty arm: passed where at least one signal sees the fault."""
@@ -109,7 +131,8 @@ class Judge:
         tokens = self._tokens(arm)
         asked = {one.id for one in arm.answers}
         pair = paired({k: v for k, v in base.right().items() if k in asked}, arm.right())
-        seen = [s for s, ok in ((SCORE, not self._fell(pair)), (_TOKENS, tokens.ok)) if not ok]
+        far = tokens.max_diff > tokens.limit
+        seen = [s for s, caught in ((SCORE, self._fell(pair)), (TOKENS, far)) if caught]
         facts = {
             **self._facts(arm),
             "fault": arm.arm.fault,
@@ -120,7 +143,7 @@ class Judge:
             "logprob_limit": tokens.limit,
         }
         problems = [] if seen else [f"neither signal saw the fault {arm.arm.fault}"]
-        return self._check("sensitivity", name, (), facts, problems)
+        return self._check(SENSITIVITY_CASE, name, (), facts, problems)
 
     def _fell(self, pair: Paired) -> bool:
         """Whether the score shows a fault.  Where too few were asked to pass, flips must tell."""
@@ -149,14 +172,14 @@ class Judge:
     def _tokens(self, arm: ArmResult) -> Comparison:
         """Log-probabilities of reference answers against the unsplit arm's, token by token."""
         base = self.results[BASELINE].logprobs
-        limit = tolerances(GATE, self.spec.dtype, "none")[_TOKENS]
+        limit = tolerances(ACCURACY, self.spec.dtype, "none")[TOKENS]
         noise = _largest(base, self.results[NOISE].logprobs)[0]
         largest, worst = _largest(base, arm.logprobs)
         # An engine that is noisier than this cannot be judged by what it says.
         allowed = min(limit.with_noise(noise), _MOST_NOISE * limit.limit)
-        ok = isfinite(allowed) and largest <= allowed
+        ok = isfinite(noise) and largest <= allowed
         return Comparison(
-            quantity=_TOKENS,
+            quantity=TOKENS,
             max_diff=largest,
             limit=allowed,
             tolerance=limit.limit,
@@ -170,9 +193,7 @@ class Judge:
 
     def _score_drop(self, pair: Paired) -> Comparison:
         ok = pair.judge(self.margin.drop) is Judgement.PASSED
-        return self._comparison(
-            "score drop, 95 % bound", -pair.lowest_difference, self.margin.drop, ok, pair.n
-        )
+        return self._comparison(BOUND, -pair.lowest_difference, self.margin.drop, ok, pair.n)
 
     def _comparison(
         self, quantity: str, value: float, limit: float, ok: bool, compared: int
@@ -210,6 +231,7 @@ class Judge:
         }
 
     def _pair_facts(self, pair: Paired, arm: ArmResult, base: ArmResult) -> dict[str, Any]:
+        too_few = pair.judge(self.margin.drop) is Judgement.TOO_FEW
         texts = [{one.id: one for one in each.answers} for each in (base, arm)]
         flips = [
             {
@@ -230,7 +252,7 @@ class Judge:
             "p_value": pair.p_value,
             "lowest_difference": pair.lowest_difference,
             "margin": self.margin.drop,
-            "detectable_drop": detectable_drop(pair.n, self.margin.drop),
+            "detectable_drop": None if too_few else detectable_drop(pair.n, self.margin.drop),
             "flips": flips[:_FLIPS_SHOWN],
             "flips_not_shown": max(0, len(flips) - _FLIPS_SHOWN),
         }
@@ -259,7 +281,7 @@ class Judge:
         problems: list[str],
     ) -> CheckResult:
         return CheckResult(
-            gate=GATE,
+            gate=ACCURACY,
             engine=self.engine,
             model=self.model,
             dtype=self.spec.dtype,
@@ -288,9 +310,14 @@ def _score(arm: ArmResult) -> float:
 def _largest(
     base: Mapping[str, list[float]], arm: Mapping[str, list[float]]
 ) -> tuple[float, Worst | None]:
-    """The largest difference over the questions of ``arm``, and where it is."""
+    """The largest difference over the questions of ``arm``, and where it is.
+
+    Infinite where ``base`` has no such question, or another number of its tokens.
+    """
     largest, where = 0.0, None
     for name, values in arm.items():
+        if len(base.get(name, ())) != len(values):
+            return inf, None
         for token, (got, expected) in enumerate(zip(values, base[name], strict=True)):
             # Not a number is as far off as can be.
             apart = 0.0 if got == expected else abs(got - expected)
@@ -302,6 +329,11 @@ def _largest(
 
 
 def _told(tokens: Comparison) -> str:
+    if tokens.noise is None or not isfinite(tokens.noise):
+        return (
+            "the engine's own noise is no number, or of other answers, so that nothing limits what "
+            "log-probabilities may differ by; measure it with the unsplit arm"
+        )
     where = tokens.worst
     place = "" if where is None else f" at token {where.token} of the answer to {where.request}"
     return (

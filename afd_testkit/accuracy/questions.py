@@ -14,10 +14,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from afd_testkit.strict_json import read_json
 
 # What the gsm8k task compares: the number after the last ####.
-RESULT = re.compile(r"#### (-?[0-9][0-9.,]*)\s*$")
+RESULT = re.compile(r"#### (-?[0-9][0-9,]*(?:\.[0-9]+)?)\s*$")
 HUB_DATASET = "openai/gsm8k"
 _SHOWN = 5  # faulty lines named in one message
 
@@ -83,6 +84,15 @@ def read_questions(path: Path, limit: int | None = None) -> tuple[Question, ...]
     return tuple(found[:limit])
 
 
+def first(questions: Sequence[Question], count: int | None) -> tuple[Question, ...]:
+    """The first ``count`` of them, or all; raises :class:`QuestionsError` where there are fewer."""
+    if count is not None and count > len(questions):
+        raise QuestionsError(
+            f"{count} questions were asked for, and there are {len(questions)}; ask for as many"
+        )
+    return tuple(questions[:count])
+
+
 def hub_questions() -> tuple[tuple[Question, ...], tuple[Question, ...]]:
     """The 1,319 public test questions and the training ones, from the Hugging Face hub.
 
@@ -105,8 +115,8 @@ def hub_questions() -> tuple[tuple[Question, ...], tuple[Question, ...]]:
 
 def _question(line: str) -> Question:
     try:
-        data: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits
+        data = read_json(line)
+    except ValueError as error:  # also numbers of thousands of digits
         raise QuestionsError(f"not JSON ({error})") from error
     if not isinstance(data, dict):
         raise QuestionsError(f"a JSON {type(data).__name__}, not an object")

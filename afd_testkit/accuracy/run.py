@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import queue
 import signal
@@ -19,14 +18,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
+from afd_testkit.accuracy.processes import end_of, offline_environment
 from afd_testkit.accuracy.recipe import LATENT, ROTARY
 from afd_testkit.accuracy.spec import ArmResult, Spec
+from afd_testkit.models.check import check_checkpoint
 
 CHILD = "afd_testkit.engines._lm_eval"
 SAY = "afd: "  # what the child puts before each line of progress
 SILENT_SECONDS = 600.0  # without a line of output, the child is taken to hang
 _SMALL = 256  # hidden size
-_TAIL = 15
 
 
 class AccuracyRunError(RuntimeError):
@@ -47,6 +47,7 @@ def run_arms(
             "server with --afd-server"
         )
     folder = Path(spec.results)
+    environment = _environment(Path(spec.model), folder)
     folder.mkdir(parents=True, exist_ok=True)
     said, log = folder / "spec.json", folder / "engine.log"
     if said.exists() and not _is(said, spec):
@@ -56,14 +57,13 @@ def run_arms(
     spec.write(said)
     left = [arm for arm in spec.arms if not (folder / f"{arm.name}.json").exists()]
     if left:
-        problem = _run(said, log, say, _environment(Path(spec.model), folder), silent_seconds)
+        problem = _run(said, log, say, environment, silent_seconds)
         missing = [arm.name for arm in left if not (folder / f"{arm.name}.json").exists()]
         if problem or missing:
-            tail = "\n".join(_lines(log)[-_TAIL:])
             raise AccuracyRunError(
                 f"{problem or 'the engine ended early'}; {len(spec.arms) - len(missing)} of "
                 f"{len(spec.arms)} arms are done, missing: {', '.join(missing) or 'none'}. The "
-                f"whole output is in {log}; its end:\n{tail}"
+                f"whole output is in {log}; its end:\n{end_of(log)}"
             )
     return {arm.name: ArmResult.read(folder / f"{arm.name}.json") for arm in spec.arms}
 
@@ -77,28 +77,22 @@ def _is(path: Path, spec: Spec) -> bool:
 
 
 def _environment(model: Path, folder: Path) -> dict[str, str]:
-    """One process, no network, nothing written outside of ``folder``."""
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise AccuracyRunError(
-            f"{model} is no checkpoint ({error}); give a folder with config.json, weights and "
-            "tokenizer"
-        ) from error
+    """One process, no network, nothing written outside of ``folder``.
+
+    Raises ``CheckpointError`` for a folder that an engine could not load.
+    """
+    config = check_checkpoint(model).config
     # Multi-head attention serves latent attention in float32; the CPU's MLA kernels take one size.
     widened = (config.get("kv_lora_rank"), config.get("qk_rope_head_dim")) == (LATENT, ROTARY)
     # A small model gains nothing from threads, which on a busy machine wait for each other.
     small = config.get("hidden_size", _SMALL + 1) <= _SMALL
     return {
-        **os.environ,
+        **offline_environment(folder),
         **({"OMP_NUM_THREADS": "1"} if small else {}),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_MLA_DISABLE": "1" if "kv_lora_rank" in config and not widened else "0",
         "VLLM_CACHE_ROOT": str(folder / "vllm"),
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(folder / "datasets"),
         "PYTHONUNBUFFERED": "1",
     }
 
@@ -154,7 +148,3 @@ def _read(pipe: IO[str], lines: queue.SimpleQueue[str | None]) -> None:
     for line in pipe:
         lines.put(line)
     lines.put(None)
-
-
-def _lines(log: Path) -> list[str]:
-    return log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []

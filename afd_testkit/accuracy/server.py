@@ -12,16 +12,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from afd_testkit.accuracy.processes import end_of, offline_environment
+from afd_testkit.accuracy.questions import Question
 from afd_testkit.accuracy.server_journal import Journal
 from afd_testkit.accuracy.server_protocol import Served, ServerError, ask_server
 from afd_testkit.accuracy.server_spec import Asked, ServerRun, ServerSpec, asked_of
 from afd_testkit.accuracy.spec import ArmResult
 
 CHILD = "afd_testkit.accuracy.server_child"
-_TAIL = 15  # lines of the log in a message
 _NEEDED = ("lm_eval", "aiohttp", "tenacity", "tqdm", "requests")
 
 
@@ -59,10 +60,10 @@ def run_server_arm(
     )
     problem = _run(told, log, say)
     if problem is None and not result.exists():
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:])
         problem = (
             f"{served.url}: the run of {name} broke off; what is answered is kept in "
-            f"{run.journal}, and the same command again goes on there. The end of {log}:\n{tail}"
+            f"{run.journal}, and the same command again goes on there. The end of {log}:\n"
+            f"{end_of(log)}"
         )
     if problem is not None:
         raise ServerError(problem)
@@ -76,17 +77,17 @@ def forget(name: str, folder: Path) -> None:
     (folder / f"{name}.journal.jsonl").unlink(missing_ok=True)
 
 
-def load_baseline(path: Path, expected: Asked) -> ArmResult:
+def load_baseline(path: Path, expected: Asked, asked: Sequence[Question]) -> ArmResult:
     """The stored arm in ``path``, if it answered what ``expected`` asks.
 
-    ``expected``: ``asked_of`` the arm that is to be compared with it.
+    ``expected``: ``asked_of`` the arm that is to be compared with it; ``asked``: its questions.
     Raises :class:`BaselineRefused`, naming every difference.
     """
     try:
         found = ArmResult.read(path)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         raise BaselineRefused(
-            f"the baseline {path} cannot be read ({error!r}); give the .json that the run of the "
+            f"the baseline {path} cannot be read ({error}); give the .json that the run of the "
             "unsplit server left"
         ) from error
     try:
@@ -98,6 +99,8 @@ def load_baseline(path: Path, expected: Asked) -> ArmResult:
     ids = {one.id for one in found.answers}
     if len(ids) != expected.count or len(found.answers) != expected.count:
         differences.append(f"answers: {len(ids)} there, {expected.count} here")
+    if strange := sorted((ids | set(found.logprobs)) - {one.id for one in asked}):
+        differences.append(f"ids that no question has: {', '.join(strange[:3])}")
     if found.arm.fault is not None:
         differences.append(f"fault: {found.arm.fault!r} there, none here")
     if found.split_steps:
@@ -110,17 +113,6 @@ def load_baseline(path: Path, expected: Asked) -> ArmResult:
             "server again with what is asked here"
         )
     return found
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    """No hub, and nothing written outside of ``folder``."""
-    return {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(folder / "datasets"),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
 
 
 def _run(told: Path, log: Path, say: Callable[[str], None]) -> str | None:
@@ -136,7 +128,7 @@ def _run(told: Path, log: Path, say: Callable[[str], None]) -> str | None:
             stdout=subprocess.PIPE,
             stderr=kept,
             text=True,
-            env=_environment(told.parent),
+            env={**offline_environment(told.parent), "TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,
         ) as child,
     ):

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from afd_testkit.accuracy.orphans import end_with_parent
+from afd_testkit.accuracy.processes import end_with_parent
 from afd_testkit.accuracy.server_journal import Journal
 from afd_testkit.accuracy.server_protocol import (
     BadReply,

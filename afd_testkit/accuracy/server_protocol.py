@@ -58,10 +58,21 @@ def base_url(given: str) -> str:
 
     Raises :class:`ServerError` for anything else.
     """
-    parts = urlsplit(given)
-    if parts.scheme not in ("http", "https") or not parts.netloc or parts.query or parts.fragment:
-        raise ServerError(f"{given!r} is no server; give http://HOST:PORT, as vllm serve prints it")
-    return given.rstrip("/").removesuffix("/v1").rstrip("/")
+    try:
+        parts = urlsplit(given)
+        fits = bool(parts.hostname) and parts.port != 0  # also reads what is no port
+    except ValueError as error:
+        raise ServerError(_no_server(given, f" ({error})")) from error
+    if not fits or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
+        raise ServerError(_no_server(given))
+    base = given.rstrip("/").removesuffix("/v1").rstrip("/")
+    if "/v1/" in base:
+        raise ServerError(_no_server(given, ": it ends behind /v1, where paths are added here"))
+    return base
+
+
+def _no_server(given: str, why: str = "") -> str:
+    return f"{given!r} is no server{why}; give http://HOST:PORT, as vllm serve prints it"
 
 
 def models_of(url: str) -> tuple[str, ...]:

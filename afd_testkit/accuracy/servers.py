@@ -22,7 +22,7 @@ from afd_testkit.accuracy.server_protocol import (
     models_of,
 )
 from afd_testkit.accuracy.server_spec import Asked, ServerSpec, asked_of
-from afd_testkit.accuracy.spec import BASELINE, UNSEEN, Arm, ArmResult, Spec
+from afd_testkit.accuracy.spec import BASELINE, BEHIND_A_SERVER, UNSEEN, Arm, ArmResult, Spec
 from afd_testkit.accuracy.task import MAX_SHOTS, write_task
 
 ARM = "server"
@@ -69,7 +69,7 @@ def judge_servers(
     found: dict[str, ArmResult] = {}
     if options.stored is not None and options.arm is not None:
         one = spec(options.arm)
-        found[BASELINE] = load_baseline(options.stored, asked_of(one, served[options.arm]))
+        found[BASELINE] = load_baseline(options.stored, asked_of(one, served[options.arm]), asked)
         found[NOISE] = _stored_noise(options.stored, found[BASELINE])
     if options.baseline is not None:
         for name in (BASELINE, NOISE):
@@ -95,7 +95,7 @@ def judge_servers(
         margin=margin_of(model),
         questions=digest(asked),
         results=found,
-        engine=ARM,
+        engine=BEHIND_A_SERVER,
     )
 
 
@@ -122,16 +122,17 @@ def _stored_noise(baseline: Path, told: ArmResult) -> ArmResult:
     path = baseline.parent / f"{NOISE}.json"
     try:
         found = ArmResult.read(path)
-        asked = Asked.read(found.facts["asked"])
+        asked = Asked.read(found.facts.get("asked"))
         differences = replace(asked, questions="", count=0).differences(
-            replace(Asked.read(told.facts["asked"]), questions="", count=0)
+            replace(Asked.read(told.facts.get("asked")), questions="", count=0)
         )
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, ServerError) as error:
         raise BaselineRefused(
-            f"{path.name}, the noise of the baseline {baseline}, cannot be read ({error!r}); keep "
+            f"{path.name}, the noise of the baseline {baseline}, cannot be read ({error}); keep "
             "both files of a run together"
         ) from error
-    if not found.arm.backwards or differences or set(found.logprobs) != set(told.logprobs):
+    lengths = [{k: len(v) for k, v in one.logprobs.items()} for one in (found, told)]
+    if not found.arm.backwards or differences or lengths[0] != lengths[1]:
         raise BaselineRefused(
             f"{path} is not the noise of the baseline {baseline} "
             f"({'; '.join(differences) or 'of other questions'}); keep both files of a run together"

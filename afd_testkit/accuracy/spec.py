@@ -8,15 +8,20 @@ whatever happens later.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from afd_testkit.accuracy.task import Answer
+from afd_testkit.strict_json import read_json
 
 BASELINE = "unsplit"
 SEEDS = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
 UNSEEN = "unseen"  # the policy of an arm behind a server
+BEHIND_A_SERVER = "server"  # the engine of such arms
+#: Quantities that are compared: right answers, the bound of their drop, reference answers' tokens.
+SCORE, BOUND, TOKENS = "score", "score drop, 95 % bound", "logprob"
+SENSITIVITY_CASE = "sensitivity"
 
 
 def default_seeds() -> dict[str, int]:
@@ -69,6 +74,17 @@ class Spec:
         return cls(**{**data, "arms": tuple(Arm(**arm) for arm in data["arms"])})
 
 
+def _all_of(kind: type, **types: dict[str, Any]) -> dict[str, Any]:
+    """JSON Schema of an object with the fields of ``kind``, all of them and no other."""
+    names = [one.name for one in fields(kind)]
+    return {
+        "type": "object",
+        "required": names,
+        "additionalProperties": False,
+        "properties": {name: types.get(name, {}) for name in names},
+    }
+
+
 @dataclass(frozen=True)
 class ArmResult:
     """What an arm gave.
@@ -97,8 +113,14 @@ class ArmResult:
 
     @classmethod
     def read(cls, path: Path) -> ArmResult:
-        """The inverse of :meth:`write`."""
-        data = json.loads(path.read_text(encoding="utf-8"))
+        """The inverse of :meth:`write`.  Raises ``OSError``, and ``ValueError`` for other files."""
+        from jsonschema import Draft202012Validator
+        from jsonschema.exceptions import best_match
+
+        data = read_json(path.read_text(encoding="utf-8"))
+        error = best_match(Draft202012Validator(_SHAPE).iter_errors(data))
+        if error is not None:
+            raise ValueError(f"it is no arm's result: at {error.json_path}, {error.message[:200]}")
         return cls(
             **{
                 **data,
@@ -110,3 +132,35 @@ class ArmResult:
     def right(self, by: str = "strict") -> dict[str, bool]:
         """By question id, whether the answer is right by the filter ``strict`` or ``flexible``."""
         return {one.id: getattr(one, by) for one in self.answers}
+
+
+_TEXT, _YES_OR_NO, _SECONDS = {"type": "string"}, {"type": "boolean"}, {"type": "number"}
+_COUNT = {"type": "integer", "minimum": 0}
+_COUNTED = ("steps", "split_steps", "cut_requests", "balanced_routing")
+_SHAPE = _all_of(
+    ArmResult,
+    arm=_all_of(
+        Arm,
+        name=_TEXT,
+        policy=_TEXT,
+        questions=_COUNT,
+        teacher_forced=_COUNT,
+        fault={"type": ["string", "null"]},
+        backwards=_YES_OR_NO,
+    ),
+    answers={
+        "type": "array",
+        "items": _all_of(
+            Answer,
+            **dict.fromkeys(("id", "text", "got", "question"), _TEXT),
+            **dict.fromkeys(("strict", "flexible", "truncated"), _YES_OR_NO),
+        ),
+    },
+    logprobs={
+        "type": "object",
+        "additionalProperties": {"type": "array", "items": {"type": "number"}},
+    },
+    **dict.fromkeys(_COUNTED, _COUNT),
+    seconds=_SECONDS,
+    facts={"type": "object"},
+)

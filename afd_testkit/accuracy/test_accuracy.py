@@ -7,34 +7,41 @@ on the model that comes with the package the faulty ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from afd_testkit import gate_item
 from afd_testkit.accuracy.faults import SENSITIVITY
-from afd_testkit.accuracy.judge import GATE, NOISE, Judge
+from afd_testkit.accuracy.judge import NOISE, Judge
 from afd_testkit.accuracy.margins import margin_of, small_model
-from afd_testkit.accuracy.options import check_together
+from afd_testkit.accuracy.options import OptionsError, check_together
 from afd_testkit.accuracy.plan import arms_of, gate_questions, small_shots
 from afd_testkit.accuracy.questions import (
     Question,
     QuestionsError,
     digest,
+    first,
     hub_questions,
     read_questions,
 )
-from afd_testkit.accuracy.run import run_arms
+from afd_testkit.accuracy.run import AccuracyRunError, run_arms
+from afd_testkit.accuracy.server_protocol import ServerError
 from afd_testkit.accuracy.servers import judge_servers, server_arms
 from afd_testkit.accuracy.spec import Arm, Spec
 from afd_testkit.accuracy.task import MAX_SHOTS, write_task
+from afd_testkit.accuracy.verdict import fewest_questions
+from afd_testkit.engines.base import EngineError
 from afd_testkit.failure import failure_text
 from afd_testkit.plugin import settings_key
 from afd_testkit.results import CheckResult, Outcome
 from afd_testkit.settings import HUB, Settings
+from afd_testkit.summary import ACCURACY
 
-pytestmark = [pytest.mark.accuracy, pytest.mark.afd_gate(GATE)]
+_SHOWN = 200  # characters
+
+pytestmark = [pytest.mark.accuracy, pytest.mark.afd_gate(ACCURACY)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -56,10 +63,10 @@ def _faults(settings: Settings) -> tuple[str, ...]:
 def _asked(settings: Settings) -> tuple[Sequence[Question], Sequence[Question]]:
     """Questions, and examples for their prompts."""
     if settings.gsm8k is None:
-        return gate_questions(settings.questions), small_shots()
+        return first(gate_questions(), settings.questions), small_shots()
     if settings.gsm8k == HUB:
         asked, shots = hub_questions()
-        return asked[: settings.questions], shots
+        return first(asked, settings.questions), shots
     # The first questions are examples for the rest, as the public file has no others.
     every = read_questions(Path(settings.gsm8k))
     if len(every) <= MAX_SHOTS:
@@ -67,37 +74,75 @@ def _asked(settings: Settings) -> tuple[Sequence[Question], Sequence[Question]]:
             f"{settings.gsm8k} has {len(every)} questions; {MAX_SHOTS} serve as examples, so give "
             "more"
         )
-    return every[MAX_SHOTS:][: settings.questions], every[:MAX_SHOTS]
+    return first(every[MAX_SHOTS:], settings.questions), every[:MAX_SHOTS]
+
+
+@dataclass
+class _Refused:
+    """Why there is no judge: told in full to the first test that asks, and shortly to the rest."""
+
+    error: Exception
+    told: bool = False
+
+    def to_tell(self) -> Exception:
+        if not self.told:
+            self.told = True
+            return self.error
+        first_line = str(self.error).split("\n", 1)[0][:_SHOWN]
+        return type(self.error)(f"{first_line} (as the first of these tests tells)")
 
 
 @pytest.fixture(scope="session")
-def accuracy_judge(
+def accuracy_run(
     afd_settings: Settings,
     afd_progress: Callable[[str], None],
     tmp_path_factory: pytest.TempPathFactory,
-) -> Judge:
+) -> Judge | _Refused:
     """All arms, run once."""
-    check_together(afd_settings)
-    model = afd_settings.models[0] if afd_settings.models else str(small_model())
-    asked, shots = _asked(afd_settings)
-    if afd_settings.servers is not None:
-        folders = afd_settings.cache, afd_settings.results
-        return judge_servers(afd_settings.servers, asked, shots, folders, afd_progress)
-    folder = tmp_path_factory.mktemp("accuracy")
+    try:
+        check_together(afd_settings)
+        return _run(afd_settings, afd_progress, tmp_path_factory)
+    except (OptionsError, QuestionsError, ServerError, AccuracyRunError, EngineError) as error:
+        return _Refused(error)
+
+
+@pytest.fixture
+def accuracy_judge(accuracy_run: Judge | _Refused) -> Judge:
+    """The judge of all arms, or why there is none."""
+    if isinstance(accuracy_run, _Refused):
+        raise accuracy_run.to_tell()
+    return accuracy_run
+
+
+def _run(
+    settings: Settings, say: Callable[[str], None], temporary: pytest.TempPathFactory
+) -> Judge:
+    model = settings.models[0] if settings.models else str(small_model())
+    asked, shots = _asked(settings)
+    margin = margin_of(model)
+    if len(asked) < (least := fewest_questions(margin.drop)):
+        say(
+            f"accuracy: {len(asked)} questions are too few to pass; {least} that the model knows "
+            f"can show a drop below {margin.drop}"
+        )
+    if settings.servers is not None:
+        folders = settings.cache, settings.results
+        return judge_servers(settings.servers, asked, shots, folders, say)
+    folder = temporary.mktemp("accuracy")
     spec = Spec(
         model=model,
         dtype="float32",
         task=str(write_task(folder / "task", asked, shots)),
         results=str(folder / "arms"),
         shots=MAX_SHOTS,
-        arms=arms_of(len(asked), _faults(afd_settings)),
+        arms=arms_of(len(asked), _faults(settings)),
     )
     return Judge(
         spec=spec,
         model=Path(model).name,
-        margin=margin_of(model),
+        margin=margin,
         questions=digest(asked),
-        results=run_arms(spec, afd_progress),
+        results=run_arms(spec, say),
     )
 
 

@@ -46,13 +46,21 @@ class Paired:
     """Two arms on the same ``n`` questions.
 
     ``broken``: right in the baseline and wrong in the arm; ``mended``: the other way round.
-    ``correct``: right answers of the baseline.
+    ``correct``: right answers of the baseline.  Raises ``ValueError`` for counts that cannot be.
     """
 
     n: int
     correct: int
     broken: tuple[str, ...]
     mended: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        broken, mended = len(self.broken), len(self.mended)
+        if not (self.n > 0 and broken <= self.correct and mended <= self.n - self.correct):
+            raise ValueError(
+                f"{broken} broken and {mended} mended cannot be where {self.correct} of {self.n} "
+                "were right"
+            )
 
     @property
     def baseline_score(self) -> float:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from afd_testkit.accuracy.recipe import LATENT, ROTARY
+from afd_testkit.models.check import check_checkpoint
 
 _WEIGHTS = "model.safetensors"
 
@@ -26,22 +26,30 @@ class CannotWiden(ValueError):
 
 
 def widen(source: Path, out: Path) -> Path:
-    """The checkpoint of ``source`` with a latent of 512, in float32, as the folder ``out``.
+    """The checkpoint of ``source`` with a latent of 512, in float32, as the new folder ``out``.
 
     Raises :class:`CannotWiden` for a checkpoint without latent attention, with a wider latent,
-    or with other than 64 rotary values, on which the rotation's frequencies depend.
+    in several files, with weights of other sizes than its configuration says, or with other than
+    64 rotary values, on which the rotation's frequencies depend; ``CheckpointError`` for none.
     """
-    config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if out.exists():
+        raise CannotWiden(f"{out} is there already; give a folder that is not")
+    config = dict(check_checkpoint(source).config)
     latent, rotary = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
-    if not isinstance(latent, int) or latent > LATENT or rotary != ROTARY:
+    if type(latent) is not int or not 0 < latent <= LATENT or rotary != ROTARY:
         raise CannotWiden(
-            f"{source} has kv_lora_rank {latent} and qk_rope_head_dim {rotary}; at most {LATENT} "
-            f"and exactly {ROTARY} can be widened"
+            f"{source} has kv_lora_rank {latent} and qk_rope_head_dim {rotary}; 1 to {LATENT} and "
+            f"exactly {ROTARY} can be widened"
         )
+    if not (source / _WEIGHTS).is_file():
+        raise CannotWiden(f"{source} has no {_WEIGHTS}; put its weights into that one file")
     weights = {name: value.float() for name, value in load_file(source / _WEIGHTS).items()}
-    for name in [name for name in weights if ".self_attn.kv_" in name]:
+    found = [name for name in weights if ".self_attn.kv_" in name]
+    if not found:
+        raise CannotWiden(f"{source / _WEIGHTS} has no weight of a latent attention")
+    for name in found:
         weights[name] = _wider(name, weights[name], latent)
-    shutil.copytree(source, out, dirs_exist_ok=True)
+    shutil.copytree(source, out)
     config.update(kv_lora_rank=LATENT, dtype="float32")
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     save_file(weights, out / _WEIGHTS, metadata={"format": "pt"})
@@ -50,6 +58,7 @@ def widen(source: Path, out: Path) -> Path:
 
 def _wider(name: str, weight: Tensor, latent: int) -> Tensor:
     """The weight of one of the three modules that touch the latent."""
+    _check_size(name, weight, latent)
     more, scale = LATENT - latent, (LATENT / latent) ** 0.5
     if name.endswith("kv_a_proj_with_mqa.weight"):  # [latent + rotary, hidden]
         rows, rotary = weight[:latent] * scale, weight[latent:]
@@ -59,3 +68,16 @@ def _wider(name: str, weight: Tensor, latent: int) -> Tensor:
     if name.endswith("kv_b_proj.weight"):  # [heads * (nope + v), latent]
         return torch.cat([weight, weight.new_zeros(weight.shape[0], more)], dim=1)
     raise CannotWiden(f"{name} touches the latent in a way that is not known here")
+
+
+def _check_size(name: str, weight: Tensor, latent: int) -> None:
+    """The configuration and the weight must agree on where the latent is."""
+    size, expected = weight.shape[0], latent
+    if name.endswith("kv_a_proj_with_mqa.weight"):
+        expected = latent + ROTARY
+    elif name.endswith("kv_b_proj.weight"):
+        size = weight.shape[1]
+    if size != expected:
+        raise CannotWiden(
+            f"{name} has {size} values of the latent, and the configuration says {expected}"
+        )

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from afd_testkit.accuracy.orphans import end_with_parent
+from afd_testkit.accuracy.processes import end_with_parent
 from afd_testkit.accuracy.run import SAY
 from afd_testkit.accuracy.spec import Arm, ArmResult, Spec
 from afd_testkit.accuracy.task import MAX_NEW_TOKENS, TASK, answers, task_hash

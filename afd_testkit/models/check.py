@@ -20,6 +20,7 @@ from afd_testkit.models.errors import (
     NonFiniteWeights,
     NoWeights,
 )
+from afd_testkit.strict_json import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ def check_checkpoint(path: Path) -> CheckpointInfo:
 
 def _read_json_object(file: Path) -> dict[str, Any]:
     """The JSON object in ``file``; ``OSError`` or ``ValueError`` says why there is none."""
-    content = json.loads(file.read_text(encoding="utf-8"))
+    content = read_json(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"it holds a JSON {type(content).__name__}, not an object")
     return content

@@ -246,6 +246,23 @@ def test_a_score_below_the_recorded_one_less_the_margin_fails() -> None:
     assert comparison(fine, "score").ok is True
 
 
+def test_nothing_passes_beside_an_unsplit_arm_that_is_none() -> None:
+    split, low = made("unsplit", split_steps=3), recorded(195)
+    for check in (judged("token", unsplit=split), judged("token", low)):
+        assert check.outcome is Outcome.FAILED
+        assert "the unsplit arm is no baseline" in check.message
+
+
+def test_too_few_right_answers_see_no_drop() -> None:
+    nothing = tuple(replace(one, strict=False) for one in answers())
+    facts = judged(
+        "token",
+        unsplit=made("unsplit", answers=nothing),
+        token=made("token", "token", answers=nothing),
+    ).facts
+    assert facts["detectable_drop"] is None
+
+
 def test_several_reasons_are_all_told() -> None:
     check = token(answers=answers(broken=40, cut=9), split_steps=0, balanced_routing=1)
     for words in ("forced to be even", "ended at the limit", "no step", "40 broken"):
@@ -287,6 +304,16 @@ def test_what_is_no_number_never_passes(odd: float, place: int) -> None:
     check = token(logprobs={"q000": TOKENS, "q001": [*TOKENS[:place], odd, *TOKENS[place + 1 :]]})
     assert check.outcome is Outcome.FAILED
     assert comparison(check, "logprob").max_diff == math.inf
+
+
+@pytest.mark.parametrize("other", [{"foreign": TOKENS}, {"q000": TOKENS[:2]}])
+def test_noise_of_other_answers_limits_nothing(other: dict[str, list[float]]) -> None:
+    check = judged("token", noise=made("noise", answers=(), logprobs=other))
+    assert check.outcome is Outcome.FAILED
+    assert not comparison(check, "logprob").ok
+    assert "the engine's own noise is no number, or of other answers" in check.message
+    unseen = judged("fault", noise=made("noise", answers=(), logprobs=other))
+    assert unseen.facts["seen_by"] == []
 
 
 def test_nan_in_every_arm_does_not_pass_as_noise() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from afd_testkit.accuracy.plan import few_shot_prompt, gate_questions, small_shots
+from afd_testkit.accuracy.processes import offline_environment
+from afd_testkit.accuracy.questions import Question
 from afd_testkit.accuracy.spec import Spec
 from afd_testkit.accuracy.task import write_task
 from afd_testkit.engines._lm_eval import vllm_named_so
@@ -58,3 +61,42 @@ def test_prompts_are_those_of_the_stock_task(tmp_path: Path) -> None:
     orders = (list(shots), list(reversed(shots)))
     for one, prompt in zip(asked, got, strict=True):
         assert prompt in {few_shot_prompt(one, order) for order in orders}
+
+
+TWO_NUMBERS = """
+import json, sys
+from pathlib import Path
+from lm_eval.api.model import LM
+from afd_testkit.accuracy.spec import Arm, Spec
+from afd_testkit.accuracy.task import TASK, answers
+from afd_testkit.engines._lm_eval import _evaluate
+
+class Says(LM):
+    def generate_until(self, requests, disable_tqdm=False):
+        return [" 9 * 2 = 18\\n#### 18\\nNote: 2 hours"] * len(requests)
+    def loglikelihood(self, requests): raise NotImplementedError
+    def loglikelihood_rolling(self, requests): raise NotImplementedError
+
+found = _evaluate(Says(), Spec.read(Path(sys.argv[1])), 2)
+print(json.dumps([[a.got, a.strict, a.flexible] for a in answers(found["samples"][TASK], ())]))
+"""
+
+
+def test_a_number_behind_the_result_is_read_by_one_filter_only(tmp_path: Path) -> None:
+    """Both verdicts of lm-eval's own filters are kept, each under its name."""
+    asked = [
+        Question("eighteen", "How many dollars?", "9*2=18\n#### 18"),
+        Question("two", "How many hours?", "1+1=2\n#### 2"),
+    ]
+    task = write_task(tmp_path / "task", asked, small_shots()[:5])
+    Spec("-", "float32", str(task), "-", 5, ()).write(tmp_path / "spec.json")
+    ended = subprocess.run(
+        [sys.executable, "-c", TWO_NUMBERS, str(tmp_path / "spec.json")],
+        env={**os.environ, **offline_environment(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    # Strict reads the number behind ####, flexible the last one.
+    assert json.loads(ended.stdout.splitlines()[-1]) == [["18", True, False], ["18", False, True]]

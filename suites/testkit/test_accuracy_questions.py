@@ -14,6 +14,7 @@ from afd_testkit.accuracy.questions import (
     Question,
     QuestionsError,
     digest,
+    first,
     question_id,
     read_questions,
 )
@@ -57,6 +58,14 @@ def test_the_limit_takes_the_first_ones(written: Writer) -> None:
     assert len(read_questions(path, 9)) == 3
 
 
+def test_fewer_than_were_asked_for_are_not_taken_for_all() -> None:
+    three = [Question(name, f"{name}?", "#### 1") for name in "abc"]
+    assert first(three, 2) == tuple(three[:2])
+    assert first(three, 3) == first(three, None) == tuple(three)
+    with pytest.raises(QuestionsError, match="4 questions were asked for, and there are 3"):
+        first(three, 4)
+
+
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_that_asks_nothing_is_refused(written: Writer, limit: int) -> None:
     with pytest.raises(QuestionsError, match=f"{limit} questions were asked for; ask for 1"):
@@ -94,6 +103,10 @@ def test_a_question_without_a_result_names_itself() -> None:
         (line("A?", "it is 5"), "the answer does not end in '#### number'"),
         (line("A?", "#### five"), "the answer does not end in '#### number'"),
         (line("A?", "#### 5 apples"), "the answer does not end in '#### number'"),
+        (line("A?", "#### 1.2.3"), "the answer does not end in '#### number'"),
+        (line("A?", "#### 18\nNote: 2 hours"), "the answer does not end in '#### number'"),
+        ('{"question": "A?", "question": "B?", "answer": "#### 1"}', "names 'question' more than"),
+        ("[" * 100_000, "nested too deeply"),
         (line("A?", id=7), "id 7 is not a text"),
         (line("A?", id=" "), "id ' ' is not a text"),
         ('{"question": "A\\ud800?", "answer": "#### 1"}', "half a surrogate pair"),

@@ -14,10 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from afd_testkit.accuracy import run
 from afd_testkit.accuracy.run import AccuracyRunError, run_arms
 from afd_testkit.accuracy.spec import Arm, ArmResult, Spec
+from afd_testkit.models.errors import CheckpointError
 
 pytestmark = pytest.mark.cpu
 
@@ -44,10 +47,16 @@ for number, arm in enumerate(spec["arms"]):
 NAMES = ("unsplit", "noise", "token")
 
 
+def set_config(model: Path, **values: object) -> None:
+    text = json.dumps({"architectures": ["Any"], **values})
+    (model / "config.json").write_text(text, encoding="utf-8")
+
+
 @pytest.fixture
 def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spec:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
+    set_config(tmp_path / "model")
+    save_file({"one": torch.ones(1)}, tmp_path / "model" / "model.safetensors")
     # Found, but never imported.
     (tmp_path / "vllm.py").write_text("raise ImportError\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -229,9 +238,11 @@ def test_without_vllm_it_says_what_to_do(
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(spec: Spec, child: Any, tmp_path: Path) -> None:
-    told = failure(replace(spec, model=str(tmp_path / "nothing")))
-    assert f"{tmp_path / 'nothing'} is no checkpoint" in told
-    assert "config.json" in told
+    with pytest.raises(CheckpointError, match=r"nothing does not exist; give a folder with config"):
+        run_arms(replace(spec, model=str(tmp_path / "nothing")), lambda text: None)
+    set_config(Path(spec.model), architectures=[])
+    with pytest.raises(CheckpointError, match=r"config\.json has no list 'architectures'"):
+        run_arms(spec, lambda text: None)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +257,7 @@ def test_a_folder_that_is_no_checkpoint_is_named(spec: Spec, child: Any, tmp_pat
 def test_the_engine_is_offline_and_writes_into_its_folder_only(
     spec: Spec, child: Any, config: dict[str, int], disabled: str
 ) -> None:
-    (Path(spec.model) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    set_config(Path(spec.model), **config)
     before = dict(os.environ)
     run_arms(spec, lambda text: None)
     assert dict(os.environ) == before

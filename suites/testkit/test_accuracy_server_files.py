@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from afd_testkit.accuracy.questions import Question
 from afd_testkit.accuracy.server import BaselineRefused, forget, load_baseline
 from afd_testkit.accuracy.server_journal import Journal, ResumeRefused
 from afd_testkit.accuracy.server_protocol import (
@@ -31,6 +32,7 @@ SEEDS = dict.fromkeys(
     ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"), 5
 )
 ASKED = Asked("small", "a" * 64, 2, "b" * 64, 5, SEEDS, "c" * 64, "0.4.13", 256, "text", "0.32.0")
+QUESTIONS = tuple(Question(name, f"{name}?", "#### 1") for name in ("q1", "q2"))
 SERVED = Served("http://host:1", "small", "/models/small", 1024, "0.32.0")
 
 
@@ -105,7 +107,7 @@ def test_another_run_is_refused_by_name(
     assert run.journal.read_bytes() == kept
     path = stored(tmp_path)
     with pytest.raises(BaselineRefused, match=message):
-        load_baseline(path, changed)
+        load_baseline(path, changed, QUESTIONS)
 
 
 @pytest.mark.parametrize(
@@ -168,12 +170,12 @@ def stored(folder: Path, **given: Any) -> Path:
 
 
 def test_a_baseline_of_the_same_run_is_read(tmp_path: Path) -> None:
-    found = load_baseline(stored(tmp_path), ASKED)
+    found = load_baseline(stored(tmp_path), ASKED, QUESTIONS)
     assert [one.id for one in found.answers] == ["q1", "q2"]
     # Which vLLM it was is compared only where both sides know it.
     for mine, theirs in (("0.32.0", None), (None, "0.32.0"), (None, None)):
         path = stored(tmp_path, facts={"asked": asdict(replace(ASKED, stack=mine))})
-        load_baseline(path, replace(ASKED, stack=theirs))
+        load_baseline(path, replace(ASKED, stack=theirs), QUESTIONS)
 
 
 @pytest.mark.parametrize(
@@ -183,27 +185,58 @@ def test_a_baseline_of_the_same_run_is_read(tmp_path: Path) -> None:
         ({"answers": ()}, "answers: 0 there, 2 here"),
         ({"arm": Arm("unsplit", "off", 2, 0, fault="x")}, "fault: 'x' there"),
         ({"split_steps": 3}, "split steps: 3 there"),
+        ({"logprobs": {"q1": [-1.0], "q9": [-1.0]}}, "ids that no question has: q9"),
         ({"balanced_routing": 3}, "forced balancing: 3 times there"),
     ],
 )
 def test_what_is_no_baseline_is_refused(tmp_path: Path, given: Any, message: str) -> None:
     with pytest.raises(BaselineRefused, match=message):
-        load_baseline(stored(tmp_path, **given), ASKED)
+        load_baseline(stored(tmp_path, **given), ASKED, QUESTIONS)
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", "{}"])
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}", DEEP, '{"arm": 1, "arm": 2}'])
 def test_a_baseline_that_cannot_be_read_is_named(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "unsplit.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(BaselineRefused, match=r"unsplit\.json cannot be read"):
-        load_baseline(path, ASKED)
+        load_baseline(path, ASKED, QUESTIONS)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        ("facts", None, "facts"),
+        ("logprobs", {"q1": ["-1"]}, "logprobs.q1"),
+        ("answers", [{}], "answers"),
+        ("split_steps", -1, "split_steps"),
+        ("arm", {"name": "unsplit"}, "arm"),
+        ("seconds", "1", "seconds"),
+        ("more", 1, r"\$"),
+    ],
+)
+def test_a_baseline_of_another_form_is_told_by_its_place(
+    tmp_path: Path, name: str, value: object, place: str
+) -> None:
+    path = stored(tmp_path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), name: value}))
+    with pytest.raises(BaselineRefused, match=rf"cannot be read.*at \$?\.?{place}"):
+        load_baseline(path, ASKED, QUESTIONS)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"url": "localhost:8000"}, "give http://HOST:PORT"),
+        ({"url": "http://[::1"}, "give http://HOST:PORT"),
+        ({"url": "http://:8000"}, "give http://HOST:PORT"),
+        ({"url": "http://host:80x"}, "give http://HOST:PORT"),
+        ({"url": "http://host:70000"}, "give http://HOST:PORT"),
+        ({"url": "http://host:0"}, "give http://HOST:PORT"),
+        ({"url": "http://host:8000/v1/completions"}, "it ends behind /v1"),
         ({"model": ""}, "no model was named"),
         ({"timeout": 0}, "timeout is 0; give a whole number, 1 or more"),
         ({"timeout": 0.5}, "timeout is 0.5"),

@@ -138,3 +138,12 @@ def test_only_right_answers_can_break() -> None:
     assert few.judge(0.02) is Judgement.TOO_FEW
     assert enough.judge(0.02) is Judgement.PASSED
     assert Paired(200, 0, (), ("q",) * 50).judge(0.02) is Judgement.TOO_FEW
+
+
+@pytest.mark.parametrize(
+    ("n", "correct", "broken", "mended"),
+    [(0, 0, 0, 0), (10, 3, 4, 0), (10, 3, 0, 8), (10, 11, 0, 0), (10, -1, 0, 0)],
+)
+def test_flips_that_cannot_be_are_refused(n: int, correct: int, broken: int, mended: int) -> None:
+    with pytest.raises(ValueError, match="cannot be where"):
+        Paired(n, correct, ("q",) * broken, ("q",) * mended)

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2  # noqa: F401  (imported here, so that no single test is the first to load it)
 import pytest
 from rich.console import Console
+from scipy.stats import beta
 
 from afd_testkit.accuracy_view import accuracy_lines, accuracy_runs, fell
 from afd_testkit.charts import score_chart
@@ -364,7 +365,17 @@ def test_a_failed_arm_is_drawn_as_such() -> None:
 
 
 def test_a_record_of_the_gate_fits_the_schema(tmp_path: Path) -> None:
-    files = write_run(RunInfo.begin(["example"]).end(), ALL, tmp_path)
+    # Clopper-Pearson's bounds of one in 450 each, as quantiles of beta distributions.
+    lowest = float(beta.ppf(0.025, 1, 450) - beta.ppf(0.975, 2, 449))
+    score = dict.fromkeys(("strict_match", "baseline_score", "score"), 428 / 450)
+    exact = {**score, "lowest_difference": lowest, "balanced_routing": 0}
+    drop = dataclasses.replace(DROP, max_diff=-lowest)
+    checks = [
+        dataclasses.replace(BASE, facts={**BASE.facts, **exact}),
+        dataclasses.replace(SPLIT, facts={**SPLIT.facts, **exact}, comparisons=(TOKENS, drop)),
+        *(dataclasses.replace(c, facts={**c.facts, "balanced_routing": 0}) for c in (BOTH, SMALL)),
+    ]
+    files = write_run(RunInfo.begin(["example"]).end(), checks, tmp_path)
     record = load_record(files.record)
     assert record["checks"][1]["facts"]["flips"] == FLIPS
     assert '<section aria-labelledby="accuracy">' in files.page.read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.cpu
 
 CHILD = (
-    "import time; from afd_testkit.accuracy.orphans import end_with_parent; end_with_parent();"
+    "import time; from afd_testkit.accuracy.processes import end_with_parent; end_with_parent();"
     "print('up', flush=True); time.sleep(60)"
 )
 PARENT = (
