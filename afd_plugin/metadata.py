@@ -20,8 +20,9 @@ from afd_plugin.errors import (
     StaleFieldRule,
     UnknownMetadataClass,
 )
+from afd_plugin.pieces import Pieces, match_lengths, match_offsets
 from afd_plugin.plan import SplitPlan
-from afd_plugin.rules import Pieces, Rule, match_lengths, match_offsets, none_stays_none
+from afd_plugin.rules import Rule, none_stays_none
 
 M = TypeVar("M")
 

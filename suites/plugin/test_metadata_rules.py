@@ -20,6 +20,7 @@ from afd_plugin.errors import (
     UpstreamDrift,
 )
 from afd_plugin.metadata import resolve_rules, unregister_metadata_rules
+from afd_plugin.pieces import Pieces
 
 pytestmark = pytest.mark.cpu
 
@@ -284,7 +285,7 @@ class Doubling:
 
     factor: int
 
-    def __call__(self, name: str, value: Any, parent: Any, pieces: r.Pieces) -> r.Pair:
+    def __call__(self, name: str, value: Any, parent: Any, pieces: Pieces) -> r.Pair:
         return value * self.factor, value
 
 
