@@ -15,7 +15,7 @@ from afd_testkit.accuracy.spec import BASELINE, Arm
 PLAIN, HARD = 340, 110  # questions of the gate; the hard ones keep the score from saturating
 SHOTS_POOL = 40  # examples to draw shots from
 TEACHER_FORCED = 48  # reference answers whose log-probabilities are compared
-FAULT_QUESTIONS = 200  # asked under a fault: enough for the score to be able to pass
+FAULT_QUESTIONS = 200  # asked under a fault at most, and half of a run's: a fault must show in few
 _SEED = 2026
 
 
@@ -34,15 +34,13 @@ def small_shots() -> tuple[Question, ...]:
 def arms_of(questions: int, faults: Sequence[str]) -> tuple[Arm, ...]:
     """Unsplit, its noise, both policies, and every fault under the policy ``token``."""
     forced = min(questions, TEACHER_FORCED)
+    faulty = min(max(1, questions // 2), FAULT_QUESTIONS)
     return (
         Arm(BASELINE, "off", questions, forced),
         Arm(NOISE, "off", 0, forced, backwards=True),
         Arm("token", "token", questions, forced),
         Arm("request", "request", questions, forced),
-        *(
-            Arm(name, "token", min(questions, FAULT_QUESTIONS), forced, fault=name)
-            for name in faults
-        ),
+        *(Arm(name, "token", faulty, forced, fault=name) for name in faults),
     )
 
 

@@ -208,6 +208,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     given = parser.parse_args(arguments)
+    if given.threads < 1:
+        parser.error(f"--threads is {given.threads}; give 1 or more")
+    try:  # before half an hour is spent
+        given.out.mkdir(parents=True, exist_ok=True)
+        if any(given.out.iterdir()):
+            parser.error(f"{given.out} is not empty; give a new folder")
+    except OSError as error:
+        parser.error(f"no checkpoint can be written to {given.out}: {error}")
     torch.set_num_threads(given.threads)
     recipe = Recipe(seed=given.seed)
     tokenizer = make_tokenizer(recipe)

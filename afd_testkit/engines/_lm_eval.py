@@ -9,8 +9,9 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from afd_testkit.accuracy.spec import Arm, ArmResult, Spec
 from afd_testkit.accuracy.task import MAX_NEW_TOKENS, TASK, answers, task_hash
 from afd_testkit.engines.base import EngineError
 
+#: By question id: tokens of the prompt that the task makes, and of the reference answer.
+Prompts = Mapping[str, tuple[list[int], list[int]]]
 _WORKER = "afd_plugin.workers.cpu.AFDCPUWorker"
 
 
@@ -133,8 +136,8 @@ def model_length(spec: Spec) -> int:
     return max(spec.max_model_len, needed)
 
 
-def run_arm(model: Any, spec: Spec, arm: Arm) -> ArmResult:
-    """One arm from a cold cache."""
+def run_arm(model: Any, spec: Spec, arm: Arm, prompts: Prompts) -> ArmResult:
+    """One arm from a cold cache; ``prompts``: of all reference answers that any arm is given."""
     started = time.perf_counter()
     engine = model.model
     options = {
@@ -160,7 +163,8 @@ def run_arm(model: Any, spec: Spec, arm: Arm) -> ArmResult:
                 "limit": arm.questions,
                 "max_model_len": model.max_length,
             }
-        logprobs = _teacher_forced(model, spec, arm) if arm.teacher_forced else {}
+        forced = dict(islice(prompts.items(), arm.teacher_forced))
+        logprobs = _teacher_forced(model, forced, backwards=arm.backwards) if forced else {}
     evidence = engine.collective_rpc("afd_take_evidence")[0]
     return ArmResult(
         arm=arm,
@@ -192,13 +196,12 @@ def _evaluate(model: Any, spec: Spec, questions: int) -> Any:
     )
 
 
-def _teacher_forced(model: Any, spec: Spec, arm: Arm) -> dict[str, list[float]]:
+def _teacher_forced(model: Any, asked: Prompts, *, backwards: bool) -> dict[str, list[float]]:
     """By question id: log-probability of each token of the reference answer after its prompt."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    asked = _prompts(model, spec, arm.teacher_forced)
-    names = sorted(asked, reverse=arm.backwards)
+    names = sorted(asked, reverse=backwards)
     outputs = model.model.generate(
         [TokensPrompt(prompt_token_ids=asked[name][0] + asked[name][1]) for name in names],
         SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False),
@@ -212,8 +215,10 @@ def _teacher_forced(model: Any, spec: Spec, arm: Arm) -> dict[str, list[float]]:
     return found
 
 
-def _prompts(model: Any, spec: Spec, questions: int) -> dict[str, tuple[list[int], list[int]]]:
-    """By question id: tokens of the prompt that the task makes, and of the reference answer."""
+def _prompts(model: Any, spec: Spec, questions: int) -> Prompts:
+    """Of the first ``questions``, in the order asked."""
+    if not questions:
+        return {}
     return {
         str(one.doc["id"]): model._encode_pair(one.args[0], f" {one.doc['answer']}")
         for one in _task(spec, questions).instances
@@ -253,11 +258,12 @@ def main(path: str, say: Callable[[str], None]) -> None:
     spec = Spec.read(Path(path))
     say("importing vLLM and lm-eval, starting the engine")
     model = start(spec)
+    prompts = _prompts(model, spec, max(arm.teacher_forced for arm in spec.arms))
     for arm in spec.arms:
         if (Path(spec.results) / f"{arm.name}.json").exists():
             continue  # done by an earlier run
         say(f"{arm.name}: {arm.questions} questions, {arm.teacher_forced} teacher-forced")
-        result = run_arm(model, spec, arm)
+        result = run_arm(model, spec, arm, prompts)
         result.write(Path(spec.results))
         say(f"{arm.name}: {result.seconds:.0f} s, {result.split_steps}/{result.steps} steps split")
 

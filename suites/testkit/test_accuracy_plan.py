@@ -70,14 +70,16 @@ def test_the_arms_of_a_run() -> None:
     # All that is compared is asked of both: questions in order, tokens of the same answers.
     assert arms["unsplit"].questions == arms["token"].questions == arms["request"].questions == 450
     assert {arm.teacher_forced for arm in arms.values()} == {TEACHER_FORCED}
-    assert arms["a-fault"].questions == FAULT_QUESTIONS
+    assert arms["a-fault"].questions == FAULT_QUESTIONS == 200
+    assert arms_of(200, ["a"])[-1].questions == 100
     # The noise is what other batches give; it is the only arm that runs in another order.
     assert [arm.name for arm in arms.values() if arm.backwards] == ["noise"]
     assert arms["noise"].questions == 0
 
 
 def test_few_questions_bound_every_arm() -> None:
-    assert {arm.questions for arm in arms_of(3, ["a"])} == {0, 3}
+    assert [arm.questions for arm in arms_of(3, ["a"])] == [3, 0, 3, 3, 1]
+    assert arms_of(1, ["a"])[-1].questions == 1
     assert {arm.teacher_forced for arm in arms_of(3, ["a"])} == {3}
 
 

@@ -295,3 +295,22 @@ def test_the_folder_has_the_files_of_a_small_checkpoint(saved: tuple[Any, Path])
     assert sum(files.values()) < 8_000_000
     config = json.loads((saved[1] / "config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["DeepseekV3ForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["{}/full"], "is not empty; give a new folder"),
+        (["{}/full/file"], "no checkpoint can be written to"),
+        (["{}/new", "--threads=0"], "--threads is 0"),
+    ],
+)
+def test_what_cannot_be_trained_into_is_told_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("kept")
+    with pytest.raises(SystemExit):
+        training.main([one.format(tmp_path) for one in arguments])
+    assert words in capsys.readouterr().err
+    assert (tmp_path / "full" / "file").read_text() == "kept"
