@@ -42,6 +42,7 @@ def ask(
             results=str(folder / "arms"),
             shots=shots,
             arms=(Arm(BASELINE, "off", len(questions), 0),),
+            asked=digest(questions),
         )
         return run_arms(spec, say)[BASELINE]
 

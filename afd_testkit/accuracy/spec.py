@@ -49,7 +49,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Spec:
-    """``task``: folder with the task's files.  ``seeds``: lm-eval's four, by name."""
+    """``task``: folder with the task's files.  ``seeds``: lm-eval's four, by name.
+
+    ``asked``: digest of what those files hold, so that two of other questions differ.
+    """
 
     model: str
     dtype: str
@@ -57,6 +60,7 @@ class Spec:
     results: str
     shots: int
     arms: tuple[Arm, ...]
+    asked: str = ""
     max_model_len: int = 1024
     max_step_tokens: int = 2048
     max_num_seqs: int = 64

@@ -136,6 +136,7 @@ def _run(
         results=str(folder / "arms"),
         shots=MAX_SHOTS,
         arms=arms_of(len(asked), _faults(settings)),
+        asked=digest([*asked, *shots]),
     )
     return Judge(
         spec=spec,

@@ -202,9 +202,12 @@ def test_an_interrupt_ends_the_engine(spec: Spec, child: Any) -> None:
     assert gone(starts(spec)[0][0])
 
 
-def test_arms_of_another_specification_are_not_mixed_in(spec: Spec, child: Any) -> None:
+@pytest.mark.parametrize("other", [{"shots": 3}, {"asked": "other questions in the same place"}])
+def test_arms_of_another_specification_are_not_mixed_in(
+    spec: Spec, child: Any, other: dict[str, Any]
+) -> None:
     run_arms(spec, lambda text: None)
-    told = failure(replace(spec, shots=3))
+    told = failure(replace(spec, **other))
     assert told == (
         f"{spec.results} holds arms of another specification; give an empty folder, or remove it"
     )
