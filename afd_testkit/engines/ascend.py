@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from afd_testkit.device_pool import is_emulated, why_too_few
-from afd_testkit.engines._vllm_adapter import VllmEngine, data_parallel_environments
+from afd_testkit.engines._vllm_adapter import VllmEngine
 from afd_testkit.engines._vllm_child import Backend
+from afd_testkit.engines._vllm_environment import data_parallel_environments
 from afd_testkit.engines.base import BLOCK_SIZES, EngineConfig, EngineError, Topology
 from afd_testkit.npu.limits import VARIABLE
 from afd_testkit.npu.process import emulated_environment
