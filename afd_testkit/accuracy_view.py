@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from afd_testkit.accuracy.spec import BEHIND_A_SERVER, SCORE, TOKENS
 from afd_testkit.failure import number, printable
 from afd_testkit.results import CheckResult, Comparison
 from afd_testkit.summary import ACCURACY, ACCURACY_BASELINE, GateRow, gate_rows, is_number
 
-SCORE, TOKENS = "score", "logprob"  # the two signals, as facts name them
+UNSEEN_STEPS = "not seen: steps of servers; that the arm splits is for whoever started it to show"
 _MOST_TEXT = 2000  # characters of an answer
 
 
@@ -56,6 +57,7 @@ class FaultSeen:
     """A fault and which signal saw it.
 
     ``difference``: of log-probabilities, in nats, and the ``limit`` that it is held to.
+    ``questions``: how many were asked under it, and the ``unsplit`` arm's score on those.
     """
 
     name: str
@@ -67,11 +69,16 @@ class FaultSeen:
     mended: int | None
     difference: float | None
     limit: float | None
+    questions: int | None
+    unsplit: float | None
 
 
 @dataclass(frozen=True)
 class AccuracyRun:
-    """All that one subject was asked.  ``detectable``: a drop that is refused 4 times of 5."""
+    """All that one subject was asked.  ``detectable``: a drop that is refused 4 times of 5.
+
+    ``unseen``: the arms are servers, whose steps nobody sees.
+    """
 
     row: GateRow
     questions: int
@@ -81,6 +88,7 @@ class AccuracyRun:
     detectable: float | None
     arms: tuple[ArmScore, ...]
     faults: tuple[FaultSeen, ...]
+    unseen: bool
 
     @property
     def flips(self) -> list[tuple[ArmScore, Flip]]:
@@ -124,6 +132,7 @@ def _run(row: GateRow) -> AccuracyRun | None:
         detectable=_first(row, "detectable_drop", _share),
         arms=tuple(arms),
         faults=tuple(faults),
+        unseen=row.engine == BEHIND_A_SERVER,
     )
 
 
@@ -179,6 +188,8 @@ def _fault(check: CheckResult) -> FaultSeen:
         # An engine that gives no number at all is a difference without end.
         difference=difference if isinstance(difference, float) else None,
         limit=_share(facts, "logprob_limit"),
+        questions=_count(facts, "questions"),
+        unsplit=_share(facts, "baseline_score"),
     )
 
 
@@ -231,12 +242,16 @@ def fell(lowest: float | None) -> str:
 def accuracy_lines(run: AccuracyRun) -> list[str]:
     """A run in a few lines of plain text."""
     asked = f"{run.questions} questions" + ("" if run.shots is None else f", {run.shots}-shot")
-    sees = "too few to pass" if run.detectable is None else f"see a drop of {share(run.detectable)}"
+    sees = "too few right answers to pass"
+    if run.detectable is not None:
+        sees = f"a drop of {share(run.detectable)} fails 4 times of 5"
     margin = "" if run.margin is None else f"; margin {run.margin:g}, {sees}"
     name = " ".join(filter(None, (run.row.model, run.row.dtype, run.row.topology)))
     lines = [f"accuracy of {printable(name)}: {asked}{margin}"]
     widest = max((len(printable(arm.name)) for arm in run.arms), default=0)
     lines += [f"  {printable(arm.name):<{widest}} {_arm_line(arm)}" for arm in run.arms]
+    if run.unseen:
+        lines.append(f"  {UNSEEN_STEPS}")
     if run.faults:
         any_, score, tokens = run.seen
         lines.append(

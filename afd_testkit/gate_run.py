@@ -255,10 +255,22 @@ class GateRun:
         except Exception:  # whatever it is, the test results must still be shown; see below
             self._problem = f"afd: no complete evidence was written\n{traceback.format_exc()}"
             session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
+        if exitstatus == pytest.ExitCode.OK and self._nothing_was_judged():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if exitstatus == pytest.ExitCode.INTERNAL_ERROR:  # pytest then has no closing summary
             reporter = session.config.pluginmanager.getplugin("terminalreporter")
             if reporter is not None:
                 self.pytest_terminal_summary(reporter)
+
+    def _nothing_was_judged(self) -> bool:
+        """Whether answers were asked for in vain; recording a baseline is meant to judge none."""
+        from afd_testkit.summary import lacks_a_split_arm
+
+        servers = self._settings.servers
+        recording = servers is not None and servers.arm is None
+        return not recording and lacks_a_split_arm(
+            (check.gate, check.case, check.outcome) for check in self._checks
+        )
 
     def _begin(self) -> RunInfo:
         from afd_testkit.run_info import RunInfo

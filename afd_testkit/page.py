@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-from afd_testkit.accuracy_view import accuracy_runs, fell, share
+from afd_testkit.accuracy_view import UNSEEN_STEPS, accuracy_runs, fell, share
 from afd_testkit.charts import (
     balance_bar,
     balance_words,
@@ -190,6 +190,7 @@ def render_page(run: RunInfo, checks: Sequence[CheckResult]) -> str:
         more_failures=sum(map(len, cases[_MOST_FAILURES:])),
         idle=_idle(run, checks),
         accuracy=accuracy_runs(checks),
+        unseen_steps=UNSEEN_STEPS,
         balance=_balance(judged),
         sections=[_section(row) for row in judged],
         worst_of=worst_comparison,

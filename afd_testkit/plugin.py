@@ -20,6 +20,7 @@ from afd_testkit.leaks import LeakGuard
 from afd_testkit.ledger_rule import Ledger, LedgerRule
 from afd_testkit.need_rule import NeedRule, needs_key
 from afd_testkit.npu import fixtures as npu_fixtures
+from afd_testkit.own_ini import check_own_ini
 from afd_testkit.settings import Settings
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Parse and check everything that can be wrong before a test runs."""
+    check_own_ini(config)
     chosen = settings.parse_settings(config)
     added = [need for group in config.hook.pytest_afd_needs() for need in group]
     needs = Needs([*built_in(config.hook.pytest_afd_npu_devices()), *added])

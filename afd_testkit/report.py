@@ -24,6 +24,7 @@ from afd_testkit.failure import (
 from afd_testkit.own_code import Relation
 from afd_testkit.results import CheckResult, Comparison, Outcome
 from afd_testkit.summary import (
+    ACCURACY,
     NO_ENGINE,
     GateRow,
     SkippedSubject,
@@ -297,7 +298,7 @@ def _failure(check: CheckResult, variants: int) -> list[Text]:
                 f"actual {first.worst.actual:.7g}, expected {first.worst.expected:.7g}, {values}"
             )
         lines.append(_text(f"  {values}", crop=True))
-    elif check.message.strip():
+    if check.message.strip() and (not bad or check.gate == ACCURACY):
         lines.append(_text(f"  {check.message.strip().splitlines()[0]}", crop=True))
     if variants:
         lines.append(_text(f"  and {variants} more {'variant' if variants == 1 else 'variants'}"))

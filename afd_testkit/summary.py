@@ -88,9 +88,13 @@ def judge(
 
 
 def lacks_a_split_arm(checks: Iterable[tuple[str, str, str]]) -> bool:
-    """Whether accuracy passed, and of no split arm.  ``checks``: gate, case and outcome of each."""
-    passed = {case for gate, case, outcome in checks if (gate, outcome) == (ACCURACY, "passed")}
-    return bool(passed) and ACCURACY_SPLIT not in passed
+    """Whether accuracy was judged, and of no split arm; ``checks``: gate, case, outcome each."""
+    judged = {
+        case
+        for gate, case, outcome in checks
+        if gate == ACCURACY and outcome in (Outcome.PASSED, Outcome.FAILED)
+    }
+    return bool(judged) and ACCURACY_SPLIT not in judged
 
 
 def _checks(count: int) -> str:

@@ -19,6 +19,7 @@ from afd_testkit.accuracy.spec import (
     ArmResult,
     Spec,
 )
+from afd_testkit.accuracy.task import FLEXIBLE
 from afd_testkit.accuracy.verdict import (
     CONFIDENCE,
     Judgement,
@@ -107,11 +108,7 @@ class Judge:
             if not comparisons[0].ok:
                 problems.append(_told(comparisons[0]))
         else:
-            problems.append(
-                f"log-probabilities of {len(base.logprobs)} reference answers were taken unsplit "
-                f"and of {len(arm.logprobs)} here, not of the same or of none; take both of one "
-                "list"
-            )
+            problems.append(_not_taken(base, arm))
         try:
             pair = paired(base.right(), arm.right())
         except NotPaired as error:
@@ -123,6 +120,9 @@ class Judge:
         judgement = pair.judge(self.margin.drop)
         if judgement is not Judgement.PASSED:
             problems.append(self._why(pair, judgement))
+        loose = paired(base.right("flexible"), arm.right("flexible"))
+        if judgement is Judgement.PASSED and loose.judge(self.margin.drop) is Judgement.FAILED:
+            problems.append(f"by {FLEXIBLE}: {self._why(loose, Judgement.FAILED)}")
         return self._check(ACCURACY_SPLIT, name, tuple(comparisons), facts, problems)
 
     def sensitivity(self, name: str) -> CheckResult:
@@ -132,10 +132,12 @@ class Judge:
         asked = {one.id for one in arm.answers}
         pair = paired({k: v for k, v in base.right().items() if k in asked}, arm.right())
         far = tokens.max_diff > tokens.limit
-        seen = [s for s, caught in ((SCORE, self._fell(pair)), (TOKENS, far)) if caught]
+        fell = pair.judge(self.margin.drop) is Judgement.FAILED
+        seen = [s for s, caught in ((SCORE, fell), (TOKENS, far)) if caught]
         facts = {
             **self._facts(arm),
             "fault": arm.arm.fault,
+            "baseline_score": pair.baseline_score,
             "seen_by": seen,
             "broken": len(pair.broken),
             "mended": len(pair.mended),
@@ -144,12 +146,6 @@ class Judge:
         }
         problems = [] if seen else [f"neither signal saw the fault {arm.arm.fault}"]
         return self._check(SENSITIVITY_CASE, name, (), facts, problems)
-
-    def _fell(self, pair: Paired) -> bool:
-        """Whether the score shows a fault.  Where too few were asked to pass, flips must tell."""
-        judgement = pair.judge(self.margin.drop)
-        one_sided = len(pair.broken) > len(pair.mended) and pair.p_value < 1 - CONFIDENCE
-        return judgement is Judgement.FAILED or (judgement is Judgement.TOO_FEW and one_sided)
 
     def _unfit(self, arm: ArmResult) -> list[str]:
         """Why answers of this arm are no evidence of accuracy."""
@@ -163,7 +159,7 @@ class Judge:
         if arm.answers and cut / len(arm.answers) > TRUNCATED_SHARE:
             problems.append(
                 f"{cut} of {len(arm.answers)} answers ended at the limit of generated tokens; at "
-                f"most {TRUNCATED_SHARE:.0%} may. Raise the limit, or give a model that stops"
+                f"most {TRUNCATED_SHARE:.0%} may. Give a model that stops as the examples do"
             )
         if arm.facts.get("generation", {}).get("do_sample") and not self.spec.seeds:
             problems.append("answers were sampled and no seed is stated; decode greedily")
@@ -192,8 +188,10 @@ class Judge:
         )
 
     def _score_drop(self, pair: Paired) -> Comparison:
-        ok = pair.judge(self.margin.drop) is Judgement.PASSED
-        return self._comparison(BOUND, -pair.lowest_difference, self.margin.drop, ok, pair.n)
+        ok, drop = pair.judge(self.margin.drop) is Judgement.PASSED, -pair.lowest_difference
+        if pair.correct < fewest_questions(self.margin.drop):  # so few could break
+            drop = max(drop, upper_bound(len(pair.broken), pair.correct) if pair.correct else 1.0)
+        return self._comparison(BOUND, drop, self.margin.drop, ok, pair.n)
 
     def _comparison(
         self, quantity: str, value: float, limit: float, ok: bool, compared: int
@@ -326,6 +324,16 @@ def _largest(
                 largest = apart
                 where = Worst(name, token, None, token, got, expected)
     return largest, where
+
+
+def _not_taken(base: ArmResult, arm: ArmResult) -> str:
+    """Why log-probabilities of two arms cannot be compared; a server says why it gave none."""
+    said = {str(one.facts["logprobs"]) for one in (base, arm) if "logprobs" in one.facts}
+    counts = f"{len(base.logprobs)} reference answers unsplit and of {len(arm.logprobs)} here"
+    return (
+        f"log-probabilities are to be compared, and were taken of {counts}"
+        f"{', since ' + ' and '.join(sorted(said)) if said else ''}; take both of one list"
+    )
 
 
 def _told(tokens: Comparison) -> str:

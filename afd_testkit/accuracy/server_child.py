@@ -119,7 +119,7 @@ def make_model(run: ServerRun, journal: Journal) -> Any:
                 if len(tokens) > room:  # upstream would cut the beginning off
                     raise ServerError(
                         f"the prompt of question {name} has {len(tokens)} tokens, and the server "
-                        f"takes {room} before an answer; ask with fewer shots"
+                        f"takes {room} before an answer; serve it with a longer --max-model-len"
                     )
 
     length = run.served.max_model_len if spec.tokenizer else None
@@ -266,8 +266,8 @@ def _why(error: Exception, run: ServerRun) -> str:
         return str(error)
     if isinstance(error, TimeoutError):
         return (
-            f"no reply within {spec.timeout} s, asked {spec.tries} times; look at the server, or "
-            "allow it more with the timeout"
+            f"no reply within {spec.timeout} s, asked {spec.tries} times; look at the server, and "
+            "run the same command again"
         )
     return f"the connection failed ({error or type(error).__name__}), tried {spec.tries} times"
 

@@ -13,7 +13,7 @@ from afd_testkit.accuracy.margins import margin_of
 from afd_testkit.accuracy.options import ServerOptions
 from afd_testkit.accuracy.plan import TEACHER_FORCED
 from afd_testkit.accuracy.questions import Question, digest
-from afd_testkit.accuracy.server import BaselineRefused, forget, load_baseline, run_server_arm
+from afd_testkit.accuracy.server import BaselineRefused, load_baseline, run_server_arm
 from afd_testkit.accuracy.server_protocol import (
     Served,
     ServerError,
@@ -79,8 +79,7 @@ def judge_servers(
         found[ARM] = run_server_arm(ARM, spec(options.arm), say, served[options.arm])
     if options.baseline is not None:
         _keep(folder, results / KEPT)
-    for name in found:
-        forget(name, folder)
+    shutil.rmtree(folder)  # only a run that broke off is gone on with
     [model] = {one.model for one in served.values()}
     return Judge(
         spec=Spec(

@@ -6,14 +6,13 @@ on the model that comes with the package the faulty ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from afd_testkit import gate_item
-from afd_testkit.accuracy.faults import SENSITIVITY
 from afd_testkit.accuracy.judge import NOISE, Judge
 from afd_testkit.accuracy.margins import margin_of, small_model
 from afd_testkit.accuracy.options import OptionsError, check_together
@@ -29,7 +28,7 @@ from afd_testkit.accuracy.questions import (
 from afd_testkit.accuracy.run import AccuracyRunError, run_arms
 from afd_testkit.accuracy.server_protocol import ServerError
 from afd_testkit.accuracy.servers import judge_servers, server_arms
-from afd_testkit.accuracy.spec import Arm, Spec
+from afd_testkit.accuracy.spec import BASELINE, Arm, Spec
 from afd_testkit.accuracy.task import MAX_SHOTS, write_task
 from afd_testkit.accuracy.verdict import fewest_questions
 from afd_testkit.engines.base import EngineError
@@ -57,7 +56,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _faults(settings: Settings) -> tuple[str, ...]:
     """Faults are tried on the model whose answers are known."""
-    return () if settings.models else tuple(SENSITIVITY)
+    if settings.models:
+        return ()
+    from afd_testkit.accuracy.faults import SENSITIVITY  # torch, which servers are asked without
+
+    return tuple(SENSITIVITY)
 
 
 def _asked(settings: Settings) -> tuple[Sequence[Question], Sequence[Question]]:
@@ -84,12 +87,12 @@ class _Refused:
     error: Exception
     told: bool = False
 
-    def to_tell(self) -> Exception:
-        if not self.told:
-            self.told = True
-            return self.error
-        first_line = str(self.error).split("\n", 1)[0][:_SHOWN]
-        return type(self.error)(f"{first_line} (as the first of these tests tells)")
+    def to_tell(self) -> str:
+        text = f"{type(self.error).__name__}: {self.error}"
+        if self.told:
+            return f"{text.splitlines()[0][:_SHOWN]} (as the first of these tests tells)"
+        self.told = True
+        return text
 
 
 @pytest.fixture(scope="session")
@@ -97,11 +100,17 @@ def accuracy_run(
     afd_settings: Settings,
     afd_progress: Callable[[str], None],
     tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
 ) -> Judge | _Refused:
-    """All arms, run once."""
+    """All arms that the selected tests judge, run once."""
+    judged = {
+        item.callspec.id
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.originalname == test_accuracy.__name__
+    }
     try:
         check_together(afd_settings)
-        return _run(afd_settings, afd_progress, tmp_path_factory)
+        return _run(afd_settings, judged, afd_progress, tmp_path_factory.mktemp("accuracy"))
     except (OptionsError, QuestionsError, ServerError, AccuracyRunError, EngineError) as error:
         return _Refused(error)
 
@@ -110,13 +119,14 @@ def accuracy_run(
 def accuracy_judge(accuracy_run: Judge | _Refused) -> Judge:
     """The judge of all arms, or why there is none."""
     if isinstance(accuracy_run, _Refused):
-        raise accuracy_run.to_tell()
+        pytest.fail(accuracy_run.to_tell(), pytrace=False)
     return accuracy_run
 
 
 def _run(
-    settings: Settings, say: Callable[[str], None], temporary: pytest.TempPathFactory
+    settings: Settings, judged: Collection[str], say: Callable[[str], None], folder: Path
 ) -> Judge:
+    """``judged``: names of arms; the unsplit one and its noise are run beside them."""
     model = settings.models[0] if settings.models else str(small_model())
     asked, shots = _asked(settings)
     margin = margin_of(model)
@@ -128,14 +138,17 @@ def _run(
     if settings.servers is not None:
         folders = settings.cache, settings.results
         return judge_servers(settings.servers, asked, shots, folders, say)
-    folder = temporary.mktemp("accuracy")
     spec = Spec(
         model=model,
         dtype="float32",
         task=str(write_task(folder / "task", asked, shots)),
         results=str(folder / "arms"),
         shots=MAX_SHOTS,
-        arms=arms_of(len(asked), _faults(settings)),
+        arms=tuple(
+            arm
+            for arm in arms_of(len(asked), _faults(settings))
+            if arm.name in {BASELINE, NOISE, *judged}
+        ),
         asked=digest([*asked, *shots]),
     )
     return Judge(

@@ -91,11 +91,12 @@ class Paired:
         """``passed`` only where the score fell by less than ``margin`` with 95 % confidence.
 
         Only an answer that is right can break: with fewer right ones in the baseline than
-        questions are needed for a run without a flip to say so, nothing is shown, whatever
-        flipped.
+        questions are needed for a run without a flip to say so, nothing passes.  ``failed`` then
+        where the flips alone show a fall: more broken than mended, with a McNemar p below 5 %.
         """
         if self.correct < fewest_questions(margin):
-            return Judgement.TOO_FEW
+            fell = len(self.broken) > len(self.mended) and self.p_value < 1 - CONFIDENCE
+            return Judgement.FAILED if fell else Judgement.TOO_FEW
         return Judgement.PASSED if self.lowest_difference > -margin else Judgement.FAILED
 
 

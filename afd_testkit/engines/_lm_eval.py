@@ -130,7 +130,7 @@ def model_length(spec: Spec) -> int:
     if needed > most:
         raise EngineError(
             f"the longest prompt takes {needed} tokens with its answer, which may have "
-            f"{MAX_NEW_TOKENS}; the model has {most} positions. Use fewer shots or shorter "
+            f"{MAX_NEW_TOKENS}; the model has {most} positions. Give a model with more, or shorter "
             "questions"
         )
     return max(spec.max_model_len, needed)

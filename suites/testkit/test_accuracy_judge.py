@@ -178,6 +178,60 @@ def test_too_few_questions_are_no_pass() -> None:
     assert "too few questions: the unsplit arm answers 50 of 50 right" in check.message
     assert "At least 183 right ones" in check.message
     assert check.facts["detectable_drop"] is None
+    # No bound within its limit stands beside a failure: 1 - 0.025^(1/50) of 50.
+    drop = comparison(check, "score drop, 95 % bound")
+    assert drop.max_diff == pytest.approx(1 - 0.025 ** (1 / 50))
+    assert drop.max_diff > drop.limit
+
+
+def test_the_public_case_is_told_as_a_fall() -> None:
+    """0.885 unsplit and 0.635 split of 200, which a floor once let pass."""
+    before, after = (
+        tuple(replace(one, strict=n < right) for n, one in enumerate(answers()))
+        for right in (177, 127)
+    )
+    check = judged(
+        "token",
+        unsplit=made("unsplit", answers=before),
+        token=made("token", "token", answers=after),
+    )
+    assert check.outcome is Outcome.FAILED
+    assert "0.8850 to 0.6350 (50 broken, 0 mended, p = 1.8e-15)" in check.message
+    assert "too few" not in check.message
+
+
+def test_six_broken_of_a_hundred_right_show_whatever_else_was_asked() -> None:
+    names = [f"q{n:04d}" for n in range(1319)]
+    before, after = (
+        tuple(replace(one, strict=low <= n < 100) for n, one in enumerate(answers(names=names)))
+        for low in (0, 6)
+    )
+    check = judged(
+        "token",
+        unsplit=made("unsplit", answers=before),
+        token=made("token", "token", answers=after),
+    )
+    drop = comparison(check, "score drop, 95 % bound")
+    assert not drop.ok
+    assert drop.max_diff > drop.limit
+
+
+def test_answers_that_only_one_filter_still_finds_do_not_pass() -> None:
+    noted = tuple(replace(one, flexible=False) for one in answers())
+    check = token(answers=noted)
+    assert check.outcome is Outcome.FAILED
+    assert "by flexible-extract: the score went from 0.9500 to 0.0000" in check.message
+
+
+def test_a_server_says_why_it_gave_no_log_probabilities() -> None:
+    nothing = {"logprobs": {}, "facts": {"logprobs": "not offered by the server: HTTP 400"}}
+    check = judged(
+        "token",
+        unsplit=made("unsplit", **nothing),
+        token=made("token", "token", **nothing),
+    )
+    assert check.outcome is Outcome.FAILED
+    assert "since not offered by the server: HTTP 400" in check.message
 
 
 def test_forced_balance_is_no_evidence() -> None:
@@ -332,7 +386,7 @@ def test_nan_in_every_arm_does_not_pass_as_noise() -> None:
 def test_tokens_of_fewer_answers_are_not_enough(kept: list[str]) -> None:
     check = token(logprobs=dict.fromkeys(kept, TOKENS))
     assert check.outcome is Outcome.FAILED
-    assert f"2 reference answers were taken unsplit and of {len(kept)} here" in check.message
+    assert f"2 reference answers unsplit and of {len(kept)} here" in check.message
 
 
 # --- faults

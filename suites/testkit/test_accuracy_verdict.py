@@ -41,6 +41,15 @@ def test_the_public_case_fails() -> None:
     assert (found.baseline_score, found.score) == (0.885, 0.635)
     assert found.p_value == pytest.approx(2 * 0.5**50, rel=1e-9)
     assert found.judge(0.05) is Judgement.FAILED
+    # 177 right answers are too few to pass a margin of 0.02, and enough to see such a fall.
+    assert found.judge(0.02) is Judgement.FAILED
+
+
+def test_few_flips_of_too_few_answers_show_nothing() -> None:
+    # Five one-sided flips have p = 2 / 2^5 = 0.0625, six 0.03125.
+    assert paired(*arms(200, 100, 5, 0)).judge(0.02) is Judgement.TOO_FEW
+    assert paired(*arms(200, 100, 6, 0)).judge(0.02) is Judgement.FAILED
+    assert paired(*arms(200, 100, 0, 6)).judge(0.02) is Judgement.TOO_FEW
 
 
 def test_flips_are_named_and_counted() -> None:

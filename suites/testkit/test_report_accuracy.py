@@ -150,7 +150,8 @@ def split_by(outcome: Outcome = Outcome.PASSED, **facts: Any) -> CheckResult:
 def test_scores_flips_intervals_and_verdicts_take_a_line_an_arm() -> None:
     lines = shown(ALL)
     begin = lines.index(
-        "accuracy of small float32: 450 questions, 5-shot; margin 0.02, see a drop of 0.0122"
+        "accuracy of small float32: 450 questions, 5-shot; margin 0.02, "
+        "a drop of 0.0122 fails 4 times of 5"
     )
     assert lines[begin + 1 : begin + 4] == [
         "  unsplit 0.9500 [0.9250, 0.9680] floor 0.9333: passed",
@@ -176,7 +177,7 @@ def test_a_failed_arm_is_told_loudly() -> None:
 def test_too_few_questions_are_named() -> None:
     few = split_by(Outcome.FAILED, detectable_drop=None)
     lines = accuracy_lines(accuracy_runs([few])[0])
-    assert lines[0].endswith("margin 0.02, too few to pass")
+    assert lines[0].endswith("margin 0.02, too few right answers to pass")
     assert "no result of theirs would pass" in words_of(section([few]))
 
 
