@@ -1,4 +1,8 @@
-"""What a record's accuracy checks must hold to stand for a pass: the figures, not the word."""
+"""What a record's accuracy checks must hold to stand for a pass: the figures, not the word.
+
+Every figure that a verdict rests on is worked out again from counts, with the margins and limits
+of this release.  Nothing here keeps a forger out who invents counts that agree.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any, TypeGuard
 
-from afd_testkit.accuracy.margins import TRUNCATED_SHARE
+from afd_testkit.accuracy.margins import TRUNCATED_SHARE, drop_of, token_limit
 from afd_testkit.accuracy.spec import (
     BEHIND_A_SERVER,
     BOUND,
@@ -14,115 +18,222 @@ from afd_testkit.accuracy.spec import (
     SENSITIVITY_CASE,
     TOKENS,
 )
-from afd_testkit.accuracy.verdict import Judgement, Paired, fewest_questions
+from afd_testkit.accuracy.verdict import (
+    Judgement,
+    Paired,
+    fewest_questions,
+    lower_bound,
+    upper_bound,
+)
 from afd_testkit.summary import ACCURACY, ACCURACY_BASELINE, ACCURACY_SPLIT
 
-_SIGNALS = (SCORE, TOKENS)
 _ROUNDING = 1e-9
+_MOST = 10_000_000  # questions; more are a mistake, and would take hours to judge
+_SAME = ("questions", "questions_digest", "shots", "seeds")  # of an arm and its baseline
+
+
+class _Wrong(ValueError):
+    """A figure is missing, or contradicts the others."""
 
 
 def why_no_accuracy(record: Mapping[str, Any]) -> str:
     """Where a passed accuracy check lacks or contradicts what it passed by; empty if none does."""
-    for number, check in enumerate(record["checks"]):
-        if check["gate"] != ACCURACY or check["outcome"] != "passed":
-            continue
-        if why := _why_not(check):
-            return f"at $.checks[{number}].facts: passed, but {why}"
+    baselines: dict[tuple[str, ...], Mapping[str, Any]] = {}
+    passed = [
+        (number, check)
+        for number, check in enumerate(record["checks"])
+        if check["gate"] == ACCURACY and check["outcome"] == "passed"
+    ]
+    for number, check in sorted(passed, key=lambda one: one[1]["case"] != ACCURACY_BASELINE):
+        try:
+            _check(check, baselines)
+        except _Wrong as error:
+            return f"at $.checks[{number}].facts: passed, but {error}"
     return ""
 
 
-def _why_not(check: Mapping[str, Any]) -> str:
-    judges = {
-        ACCURACY_BASELINE: _baseline,
-        ACCURACY_SPLIT: _split,
-        SENSITIVITY_CASE: _sensitivity,
-    }
+def _check(check: Mapping[str, Any], baselines: dict[tuple[str, ...], Mapping[str, Any]]) -> None:
+    """One passed check, and how it fits its baseline among ``baselines``, by subject."""
     case, facts = check["case"], check["facts"]
-    if case not in judges:
-        return f"the case {case!r} is none of {', '.join(sorted(judges))}"
-    asked, cut = facts.get("questions"), facts.get("truncated")
-    if not _is_count(asked) or asked == 0:
-        return f"questions is {asked!r}, so that nothing was asked"
-    if not _is_share(facts.get("strict_match")):
-        return f"strict_match is {facts.get('strict_match')!r}, which is no share"
-    if not _is_count(facts.get("balanced_routing")):
-        return "balanced_routing does not say how often expert ids were forced to be even"
-    if case != SENSITIVITY_CASE and (not _is_count(cut) or cut > TRUNCATED_SHARE * asked):
-        return f"truncated is {cut!r} of {asked} answers, beyond {TRUNCATED_SHARE:.0%}"
-    return judges[case](check, facts)
+    asked = _count(facts, "questions")
+    _require(asked > 0, f"questions is {asked}, so that nothing was asked")
+    right = _whole(facts, "strict_match", asked)
+    _whole(facts, "flexible_extract", asked)
+    ends = facts.get("interval")
+    if not isinstance(ends, list) or len(ends) != 2:
+        raise _Wrong(f"interval is {_short(ends)}, and no two numbers")
+    for given, bound in zip(ends, (lower_bound, upper_bound), strict=True):
+        _equal(given, bound(right, asked), "an end of interval")
+    _count(facts, "balanced_routing")
+    generation = facts.get("generation")
+    sampled = isinstance(generation, Mapping) and generation.get("do_sample")
+    _require(not sampled or bool(facts.get("seeds")), "answers were sampled without stated seeds")
+    subject = tuple(check[name] for name in ("engine", "model", "dtype", "topology"))
+    if case == SENSITIVITY_CASE:
+        _sensitivity(check["model"], facts, asked, right)
+        return
+    cut = _count(facts, "truncated")
+    _require(
+        cut <= TRUNCATED_SHARE * asked,
+        f"truncated is {cut} of {asked} answers, beyond {TRUNCATED_SHARE:.0%}",
+    )
+    if case == ACCURACY_BASELINE:
+        _baseline(check["engine"], facts)
+        baselines[subject] = facts
+    elif case == ACCURACY_SPLIT:
+        _split(check, facts, asked, right)
+        if subject in baselines:
+            _fits(facts, baselines[subject])
+    else:
+        known = ", ".join((ACCURACY_BASELINE, ACCURACY_SPLIT, SENSITIVITY_CASE))
+        raise _Wrong(f"the case {case!r} is none of {known}")
 
 
-def _baseline(_check: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    if facts.get("split_steps", 0) != 0:
-        return f"split_steps is {facts['split_steps']!r} in the unsplit arm"
-    floor = facts.get("floor")
-    if floor is not None and facts["strict_match"] < floor:
-        return f"strict_match {facts['strict_match']} is below the floor {floor}"
-    return ""
+def _baseline(engine: str, facts: Mapping[str, Any]) -> None:
+    if engine != BEHIND_A_SERVER or "split_steps" in facts:
+        steps = _count(facts, "split_steps")
+        _require(steps == 0, f"split_steps is {steps} in the unsplit arm")
+    if "floor" in facts:
+        floor = _number(facts, "floor")
+        score = facts["strict_match"]
+        _require(score >= floor, f"strict_match {score} is below the floor {floor}")
 
 
-def _split(check: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    compared = {one["quantity"]: one for one in check["comparisons"]}
-    if lacking := {BOUND, TOKENS} - set(compared):
-        return f"nothing was compared by {', '.join(sorted(lacking))}"
-    steps = facts.get("split_steps")
-    if check["engine"] != BEHIND_A_SERVER and (not _is_count(steps) or steps == 0):
-        return f"split_steps is {steps!r}, so that no step was split"
-    broken, mended, margin = (facts.get(name) for name in ("broken", "mended", "margin"))
-    before = facts.get("baseline_score")
-    if not (_is_count(broken) and _is_count(mended) and _is_share(before)):
-        return "broken, mended and baseline_score do not say what flipped"
-    if margin != compared[BOUND]["limit"] or not _is_share(margin) or margin in (0, 1):
-        return f"the margin is {margin!r}, and {compared[BOUND]['limit']!r} was compared with"
-    asked = facts["questions"]
-    try:
-        pair = Paired(asked, round(before * asked), _names(broken), _names(mended))
-    except ValueError as error:
-        return str(error)
-    if pair.judge(margin) is Judgement.TOO_FEW:
-        least = fewest_questions(margin)
-        return f"{pair.correct} right answers are too few; {least} show a drop below {margin}"
-    if pair.judge(margin) is not Judgement.PASSED:
-        return (
-            f"{broken} broken and {mended} mended of {asked} allow a drop of "
-            f"{-pair.lowest_difference:.4f}, beyond the margin {margin}"
-        )
+def _split(check: Mapping[str, Any], facts: Mapping[str, Any], asked: int, right: int) -> None:
+    compared = {}
+    for one in check["comparisons"]:
+        _require(one["quantity"] not in compared, f"{one['quantity']} was compared twice")
+        compared[one["quantity"]] = one
+    lacking = {BOUND, TOKENS} - set(compared)
+    _require(not lacking, f"nothing was compared by {', '.join(sorted(lacking))}")
+    if check["engine"] != BEHIND_A_SERVER or "split_steps" in facts:
+        steps = _count(facts, "split_steps")
+        _require(steps > 0, f"split_steps is {steps}, so that no step was split")
+    _tokens(compared[TOKENS], check["dtype"])
+    margin, bound = _number(facts, "margin"), compared[BOUND]
+    allowed = drop_of(check["model"])
+    _require(0 < margin <= allowed, f"the margin is {margin}, and {allowed} is this model's")
+    _require(bound["limit"] == margin, f"{bound['limit']} was compared with, and not {margin}")
+    _require(bound["compared"] == asked, f"{bound['compared']} of {asked} questions were compared")
+    pair = _pair(facts, asked)
+    _require(
+        pair.judge(margin) is not Judgement.TOO_FEW,
+        f"{pair.correct} right answers are too few; {fewest_questions(margin)} show a drop below "
+        f"{margin}",
+    )
+    _require(
+        pair.judge(margin) is Judgement.PASSED,
+        f"{len(pair.broken)} broken and {len(pair.mended)} mended of {asked} allow a drop of "
+        f"{-pair.lowest_difference:.4f}, beyond the margin {margin}",
+    )
     for name, expected in (
         ("lowest_difference", pair.lowest_difference),
         ("score", pair.score),
         ("strict_match", pair.score),
+        ("p_value", pair.p_value),
     ):
-        if not _is_number(facts.get(name)) or abs(facts[name] - expected) > _ROUNDING:
-            return f"{name} is {facts.get(name)!r}, and the flips give {expected}"
-    return ""
-
-
-def _sensitivity(_check: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
-    if not isinstance(facts.get("fault"), str) or not facts["fault"]:
-        return "no fault is named"
-    seen = facts.get("seen_by")
-    if not isinstance(seen, list) or not seen or not all(one in _SIGNALS for one in seen):
-        return f"seen_by is {seen!r}; a fault is seen by one or both of {', '.join(_SIGNALS)}"
-    apart, limit = facts.get("logprob_difference"), facts.get("logprob_limit")
-    far = apart in ("Infinity", "NaN") or (
-        _is_number(apart) and _is_number(limit) and apart > limit
+        _equal(facts.get(name), expected, name)
+    _equal(bound["max_diff"], max(0.0, -pair.lowest_difference), f"max_diff of {BOUND}")
+    flips, more = facts.get("flips"), _count(facts, "flips_not_shown")
+    shown = len(flips) if isinstance(flips, list) else -1
+    _require(
+        shown + more == len(pair.broken) + len(pair.mended),
+        f"{shown} flips are shown and {more} not, of {len(pair.broken) + len(pair.mended)}",
     )
-    if (TOKENS in seen) != far:
-        return f"seen_by is {seen}, and log-probabilities moved by {apart!r} of {limit!r} allowed"
-    return ""
 
 
-def _names(count: int) -> tuple[str, ...]:
-    return tuple(map(str, range(count)))
+def _tokens(compared: Mapping[str, Any], dtype: str) -> None:
+    noise, apart, limit = (_number(compared, name) for name in ("noise", "max_diff", "limit"))
+    _require(compared["compared"] > 0, f"no token was compared by {TOKENS}")
+    _require(noise >= 0 and apart >= 0, f"{TOKENS} differs by {apart}, with a noise of {noise}")
+    _equal(limit, token_limit(dtype, noise)[1], f"limit of {TOKENS}")
+    _require(apart <= limit, f"{TOKENS} differs by {apart}, beyond {limit}")
+    if (worst := compared["worst"]) is not None:
+        _equal(abs(worst["actual"] - worst["expected"]), apart, f"worst of {TOKENS}")
 
 
-def _is_count(value: Any) -> TypeGuard[int]:
-    return type(value) is int and value >= 0
+def _fits(facts: Mapping[str, Any], base: Mapping[str, Any]) -> None:
+    for name in _SAME:
+        mine, its = facts.get(name), base.get(name)
+        _require(mine == its, f"{name} is {mine!r}, and {its!r} in the unsplit arm")
+    _equal(facts["baseline_score"], base["strict_match"], "baseline_score")
+
+
+def _sensitivity(model: str, facts: Mapping[str, Any], asked: int, right: int) -> None:
+    fault, seen = facts.get("fault"), facts.get("seen_by")
+    _require(isinstance(fault, str) and fault != "", "no fault is named")
+    steps = _count(facts, "split_steps")
+    _require(steps > 0, f"split_steps is {steps}, so that the fault never acted")
+    pair = _pair(facts, asked)
+    _equal(right / asked, pair.score, "strict_match")
+    apart, limit = facts.get("logprob_difference"), _number(facts, "logprob_limit")
+    far = apart == "Infinity" or (_is_number(apart) and apart > limit > 0)
+    expected = [
+        name
+        for name, told in (
+            (SCORE, pair.judge(drop_of(model)) is Judgement.FAILED),
+            (TOKENS, far),
+        )
+        if told
+    ]
+    _require(
+        bool(expected) and seen == expected,
+        f"seen_by is {seen!r}, and the figures show the fault by {expected} "
+        f"({len(pair.broken)} broken, log-probabilities moved by {apart!r} of {limit!r} allowed)",
+    )
+
+
+def _pair(facts: Mapping[str, Any], asked: int) -> Paired:
+    broken, mended = _count(facts, "broken"), _count(facts, "mended")
+    correct = _whole(facts, "baseline_score", asked)
+    _require(
+        broken <= correct and mended <= asked - correct,
+        f"{broken} broken and {mended} mended cannot be where {correct} of {asked} were right",
+    )
+    return Paired(asked, correct, ("",) * broken, ("",) * mended)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise _Wrong(otherwise)
+
+
+def _equal(given: Any, expected: float, name: str) -> None:
+    """``given`` must be the number that the counts give."""
+    if not _is_number(given) or abs(given - expected) > _ROUNDING:
+        raise _Wrong(f"{name} is {_short(given)}, and the figures give {expected}")
+
+
+def _count(facts: Mapping[str, Any], name: str) -> int:
+    value = facts.get(name)
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise _Wrong(f"{name} is {_short(value)}, which is no count")
+    return value
+
+
+def _whole(facts: Mapping[str, Any], name: str, asked: int) -> int:
+    """How many of ``asked`` the share under ``name`` is."""
+    share = _number(facts, name)
+    count = round(share * asked) if 0 <= share <= 1 else -1
+    if not 0 <= count <= asked or abs(count / asked - share) > _ROUNDING:
+        raise _Wrong(f"{name} is {share}, which is no share of {asked}")
+    return count
+
+
+def _number(facts: Mapping[str, Any], name: str) -> float:
+    value = facts.get(name)
+    if not _is_number(value):
+        raise _Wrong(f"{name} is {_short(value)}, which is no number")
+    return value
+
+
+def _short(value: Any) -> str:
+    return (
+        repr(value)[:60] if not isinstance(value, int) or abs(value) < 10**18 else "far too large"
+    )
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
-    return type(value) in (int, float) and isfinite(value)
-
-
-def _is_share(value: Any) -> TypeGuard[float]:
-    return _is_number(value) and 0 <= value <= 1
+    if type(value) is int:
+        return abs(value) <= _MOST
+    return type(value) is float and isfinite(value)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any
 
-from afd_testkit.accuracy.margins import TRUNCATED_SHARE, Margin
+from afd_testkit.accuracy.margins import TRUNCATED_SHARE, Margin, token_limit
 from afd_testkit.accuracy.spec import (
     BASELINE,
     BOUND,
@@ -32,13 +32,11 @@ from afd_testkit.accuracy.verdict import (
     upper_bound,
 )
 from afd_testkit.forced_balance import BALANCED
-from afd_testkit.gates.tolerances import tolerances
 from afd_testkit.results import CheckResult, Comparison, Outcome, Worst
 from afd_testkit.summary import ACCURACY, ACCURACY_BASELINE, ACCURACY_SPLIT
 
 NOISE = "noise"
 _FLIPS_SHOWN = 20
-_MOST_NOISE = 10  # times the limit itself: noise widens it up to there
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,7 @@ class Judge:
             problems.append("no step of this arm was split; it shows nothing")
         facts = self._facts(arm)
         comparisons = []
-        if set(arm.logprobs) == set(base.logprobs) != set():
+        if _alike(base.logprobs, arm.logprobs):
             comparisons.append(self._tokens(arm))
             if not comparisons[0].ok:
                 problems.append(_told(comparisons[0]))
@@ -145,6 +143,10 @@ class Judge:
             "logprob_limit": tokens.limit,
         }
         problems = [] if seen else [f"neither signal saw the fault {arm.arm.fault}"]
+        if not arm.split_steps:
+            problems.append("no step of this arm was split, so that the fault never acted")
+        if not _alike(base.logprobs, arm.logprobs):
+            problems.append(_not_taken(base, arm))
         return self._check(SENSITIVITY_CASE, name, (), facts, problems)
 
     def _unfit(self, arm: ArmResult) -> list[str]:
@@ -161,18 +163,22 @@ class Judge:
                 f"{cut} of {len(arm.answers)} answers ended at the limit of generated tokens; at "
                 f"most {TRUNCATED_SHARE:.0%} may. Give a model that stops as the examples do"
             )
-        if arm.facts.get("generation", {}).get("do_sample") and not self.spec.seeds:
+        if len({one.id for one in arm.answers}) < len(arm.answers):
+            problems.append("a question was answered twice; ask each once")
+        if not 0 <= arm.split_steps <= arm.steps:
+            problems.append(f"{arm.split_steps} of {arm.steps} steps were split, which cannot be")
+        generation = arm.facts.get("generation", {})
+        sampled = not isinstance(generation, Mapping) or generation.get("do_sample")
+        if sampled and not self.spec.seeds:
             problems.append("answers were sampled and no seed is stated; decode greedily")
         return problems
 
     def _tokens(self, arm: ArmResult) -> Comparison:
         """Log-probabilities of reference answers against the unsplit arm's, token by token."""
         base = self.results[BASELINE].logprobs
-        limit = tolerances(ACCURACY, self.spec.dtype, "none")[TOKENS]
         noise = _largest(base, self.results[NOISE].logprobs)[0]
+        limit, allowed = token_limit(self.spec.dtype, noise)
         largest, worst = _largest(base, arm.logprobs)
-        # An engine that is noisier than this cannot be judged by what it says.
-        allowed = min(limit.with_noise(noise), _MOST_NOISE * limit.limit)
         ok = isfinite(noise) and largest <= allowed
         return Comparison(
             quantity=TOKENS,
@@ -219,13 +225,13 @@ class Judge:
                 "truncated": sum(one.truncated for one in arm.answers),
             }
         return {
+            **arm.facts,
             **scores,
             "shots": self.spec.shots,
             **({} if arm.arm.policy == UNSEEN else _steps(arm)),
             BALANCED: arm.balanced_routing,
             "questions_digest": self.questions,
             "seeds": self.spec.seeds,
-            **arm.facts,
         }
 
     def _pair_facts(self, pair: Paired, arm: ArmResult, base: ArmResult) -> dict[str, Any]:
@@ -310,20 +316,27 @@ def _largest(
 ) -> tuple[float, Worst | None]:
     """The largest difference over the questions of ``arm``, and where it is.
 
-    Infinite where ``base`` has no such question, or another number of its tokens.
+    Infinite where there is none, ``base`` has no such question, or another number of its tokens.
     """
     largest, where = 0.0, None
+    if not arm:
+        return inf, None
     for name, values in arm.items():
         if len(base.get(name, ())) != len(values):
             return inf, None
         for token, (got, expected) in enumerate(zip(values, base[name], strict=True)):
-            # Not a number is as far off as can be.
-            apart = 0.0 if got == expected else abs(got - expected)
-            apart = apart if apart == apart else inf
+            # What is no finite number is as far off as can be, also from itself.
+            apart = abs(got - expected) if isfinite(got) and isfinite(expected) else inf
             if where is None or apart > largest:
                 largest = apart
                 where = Worst(name, token, None, token, got, expected)
     return largest, where
+
+
+def _alike(base: Mapping[str, list[float]], arm: Mapping[str, list[float]]) -> bool:
+    """Whether both have values of the same tokens of the same answers, and of any."""
+    lengths = [{name: len(values) for name, values in one.items()} for one in (base, arm)]
+    return lengths[0] == lengths[1] != {}
 
 
 def _not_taken(base: ArmResult, arm: ArmResult) -> str:

@@ -1,7 +1,8 @@
 """How far a score may fall, by model: one table, each number with its source.
 
 There is no override and no default floor: a floor exists only where a model's own score was
-recorded.  Log-probabilities have their limits in the gates' table of tolerances.
+recorded.  Log-probabilities have their limits in the gates' table of tolerances; how far noise
+may widen them is said here.
 """
 
 from __future__ import annotations
@@ -12,11 +13,24 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
+from afd_testkit.accuracy.spec import TOKENS
+from afd_testkit.gates.tolerances import Tolerance, tolerances
+from afd_testkit.summary import ACCURACY
+
 TRUNCATED_SHARE = 0.02  # of answers cut at the token limit: beyond, the limit decides the score
 
 
-class UnknownMargin(LookupError):
-    """No margin is known for a model."""
+_MOST_NOISE = 10  # times the limit itself: noise widens it up to there
+
+
+def token_limit(dtype: str, noise: float) -> tuple[Tolerance, float]:
+    """The tolerance of log-probabilities, in nats, and the limit beside this ``noise``.
+
+    Raises ``UnknownTolerance`` for another dtype than the table has.
+    """
+    found = tolerances(ACCURACY, dtype, "none")[TOKENS]
+    # An engine that is noisier than this cannot be judged by what it says.
+    return found, min(found.with_noise(noise), _MOST_NOISE * found.limit)
 
 
 @dataclass(frozen=True)
@@ -58,14 +72,16 @@ def small_model() -> Path:
     return Path(__file__).parent / "small_model"
 
 
+def drop_of(name: str) -> float:
+    """By how much the score of the model of this name may fall."""
+    return TABLE[name if name in TABLE else "*"].drop
+
+
 @cache
 def margin_of(model: str) -> Margin:
-    """The margin of the model in the folder ``model``; raises :class:`UnknownMargin`."""
+    """The margin of the model in the folder ``model``."""
     folder = Path(model)
     if folder.resolve() == small_model().resolve():
         recorded = json.loads((folder / "baseline.json").read_text(encoding="utf-8"))
         return replace(TABLE["*"], baseline=recorded["right"], shots=recorded["shots"])
-    for name in (folder.name, "*"):
-        if name in TABLE:
-            return TABLE[name]
-    raise UnknownMargin(f"no margin for {folder.name}; known: {', '.join(sorted(TABLE))}")
+    return TABLE[folder.name if folder.name in TABLE else "*"]

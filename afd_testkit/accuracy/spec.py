@@ -125,9 +125,16 @@ class ArmResult:
         error = best_match(Draft202012Validator(_SHAPE).iter_errors(data))
         if error is not None:
             raise ValueError(f"it is no arm's result: at {error.json_path}, {error.message[:200]}")
+        if not 0 <= data["seconds"] < _LONGEST:
+            raise ValueError(f"it is no arm's result: at $.seconds, {data['seconds']!r:.60}")
+        try:
+            logprobs = {name: [float(v) for v in vs] for name, vs in data["logprobs"].items()}
+        except OverflowError as error:
+            raise ValueError(f"it is no arm's result: at $.logprobs, {error}") from error
         return cls(
             **{
                 **data,
+                "logprobs": logprobs,
                 "arm": Arm(**data["arm"]),
                 "answers": tuple(Answer(**one) for one in data["answers"]),
             }
@@ -138,6 +145,7 @@ class ArmResult:
         return {one.id: getattr(one, by) for one in self.answers}
 
 
+_LONGEST = 1e9  # seconds
 _TEXT, _YES_OR_NO, _SECONDS = {"type": "string"}, {"type": "boolean"}, {"type": "number"}
 _COUNT = {"type": "integer", "minimum": 0}
 _COUNTED = ("steps", "split_steps", "cut_requests", "balanced_routing")
