@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, isfinite
 from typing import Any
 
-from afd_testkit.accuracy.margins import TRUNCATED_SHARE, Margin, token_limit
+from afd_testkit.accuracy.margins import TRUNCATED_SHARE, Margin
 from afd_testkit.accuracy.spec import (
     BASELINE,
     BOUND,
@@ -20,6 +19,7 @@ from afd_testkit.accuracy.spec import (
     Spec,
 )
 from afd_testkit.accuracy.task import FLEXIBLE
+from afd_testkit.accuracy.tokens import alike, compare_tokens, not_taken, told
 from afd_testkit.accuracy.verdict import (
     CONFIDENCE,
     Judgement,
@@ -32,7 +32,7 @@ from afd_testkit.accuracy.verdict import (
     upper_bound,
 )
 from afd_testkit.forced_balance import BALANCED
-from afd_testkit.results import CheckResult, Comparison, Outcome, Worst
+from afd_testkit.results import CheckResult, Comparison, Outcome
 from afd_testkit.summary import ACCURACY, ACCURACY_BASELINE, ACCURACY_SPLIT
 
 NOISE = "noise"
@@ -101,12 +101,12 @@ class Judge:
             problems.append("no step of this arm was split; it shows nothing")
         facts = self._facts(arm)
         comparisons = []
-        if _alike(base.logprobs, arm.logprobs):
+        if alike(base.logprobs, arm.logprobs):
             comparisons.append(self._tokens(arm))
             if not comparisons[0].ok:
-                problems.append(_told(comparisons[0]))
+                problems.append(told(comparisons[0]))
         else:
-            problems.append(_not_taken(base, arm))
+            problems.append(not_taken(base, arm))
         try:
             pair = paired(base.right(), arm.right())
         except NotPaired as error:
@@ -145,8 +145,8 @@ class Judge:
         problems = [] if seen else [f"neither signal saw the fault {arm.arm.fault}"]
         if not arm.split_steps:
             problems.append("no step of this arm was split, so that the fault never acted")
-        if not _alike(base.logprobs, arm.logprobs):
-            problems.append(_not_taken(base, arm))
+        if not alike(base.logprobs, arm.logprobs):
+            problems.append(not_taken(base, arm))
         return self._check(SENSITIVITY_CASE, name, (), facts, problems)
 
     def _unfit(self, arm: ArmResult) -> list[str]:
@@ -174,24 +174,8 @@ class Judge:
         return problems
 
     def _tokens(self, arm: ArmResult) -> Comparison:
-        """Log-probabilities of reference answers against the unsplit arm's, token by token."""
-        base = self.results[BASELINE].logprobs
-        noise = _largest(base, self.results[NOISE].logprobs)[0]
-        limit, allowed = token_limit(self.spec.dtype, noise)
-        largest, worst = _largest(base, arm.logprobs)
-        ok = isfinite(noise) and largest <= allowed
-        return Comparison(
-            quantity=TOKENS,
-            max_diff=largest,
-            limit=allowed,
-            tolerance=limit.limit,
-            noise=noise,
-            rule=limit.rule,
-            ok=ok,
-            compared=sum(map(len, arm.logprobs.values())),
-            worst=worst,
-            first=None if ok else worst,
-        )
+        noise = self.results[NOISE].logprobs
+        return compare_tokens(self.results[BASELINE].logprobs, arm.logprobs, noise, self.spec.dtype)
 
     def _score_drop(self, pair: Paired) -> Comparison:
         ok, drop = pair.judge(self.margin.drop) is Judgement.PASSED, -pair.lowest_difference
@@ -309,55 +293,3 @@ def _steps(arm: ArmResult) -> dict[str, int]:
 
 def _score(arm: ArmResult) -> float:
     return sum(one.strict for one in arm.answers) / len(arm.answers)
-
-
-def _largest(
-    base: Mapping[str, list[float]], arm: Mapping[str, list[float]]
-) -> tuple[float, Worst | None]:
-    """The largest difference over the questions of ``arm``, and where it is.
-
-    Infinite where there is none, ``base`` has no such question, or another number of its tokens.
-    """
-    largest, where = 0.0, None
-    if not arm:
-        return inf, None
-    for name, values in arm.items():
-        if len(base.get(name, ())) != len(values):
-            return inf, None
-        for token, (got, expected) in enumerate(zip(values, base[name], strict=True)):
-            # What is no finite number is as far off as can be, also from itself.
-            apart = abs(got - expected) if isfinite(got) and isfinite(expected) else inf
-            if where is None or apart > largest:
-                largest = apart
-                where = Worst(name, token, None, token, got, expected)
-    return largest, where
-
-
-def _alike(base: Mapping[str, list[float]], arm: Mapping[str, list[float]]) -> bool:
-    """Whether both have values of the same tokens of the same answers, and of any."""
-    lengths = [{name: len(values) for name, values in one.items()} for one in (base, arm)]
-    return lengths[0] == lengths[1] != {}
-
-
-def _not_taken(base: ArmResult, arm: ArmResult) -> str:
-    """Why log-probabilities of two arms cannot be compared; a server says why it gave none."""
-    said = {str(one.facts["logprobs"]) for one in (base, arm) if "logprobs" in one.facts}
-    counts = f"{len(base.logprobs)} reference answers unsplit and of {len(arm.logprobs)} here"
-    return (
-        f"log-probabilities are to be compared, and were taken of {counts}"
-        f"{', since ' + ' and '.join(sorted(said)) if said else ''}; take both of one list"
-    )
-
-
-def _told(tokens: Comparison) -> str:
-    if tokens.noise is None or not isfinite(tokens.noise):
-        return (
-            "the engine's own noise is no number, or of other answers, so that nothing limits what "
-            "log-probabilities may differ by; measure it with the unsplit arm"
-        )
-    where = tokens.worst
-    place = "" if where is None else f" at token {where.token} of the answer to {where.request}"
-    return (
-        f"the reference answers' log-probabilities differ by up to {tokens.max_diff:.3g}{place}; "
-        f"allowed are {tokens.limit:.3g} ({tokens.rule})"
-    )
