@@ -124,6 +124,8 @@ def parse_settings(config: pytest.Config) -> Settings:
     prompts: str | None = config.getoption("--afd-prompts")
     engine: str | None = config.getoption("--afd-engine")
     gsm8k: str | None = config.getoption("--afd-gsm8k")
+    if gsm8k not in (None, HUB):
+        gsm8k = str(_questions(base / gsm8k))
     if engine is not None and not engine.strip():
         raise pytest.UsageError("--afd-engine is empty; give a name such as reference or vllm-cpu.")
     return Settings(
@@ -134,9 +136,9 @@ def parse_settings(config: pytest.Config) -> Settings:
         results=_folder("--afd-results", base / config.getoption("--afd-results")),
         cache=_folder("--afd-cache", default_cache() if cache is None else base / cache),
         npu_streams=config.getoption("--afd-npu-streams"),
-        gsm8k=gsm8k if gsm8k in (None, HUB) else str(_questions(base / gsm8k)),
+        gsm8k=gsm8k,
         servers=parse_server_options(config),
-        questions=_count("--afd-questions", config.getoption("--afd-questions")),
+        questions=_few_enough(config.getoption("--afd-questions"), gsm8k),
     )
 
 
@@ -174,7 +176,7 @@ def _folder(option: str, path: Path) -> Path:
 
 def _model(base: Path, given: str, engine: str | None) -> str:
     """The absolute path of an existing directory, or a recipe's name as it is."""
-    if given and (base / given).is_dir():
+    if given and os.path.isdir(base / given):
         return str(base / given)
     known = _recipes(engine)
     if known is None and given and os.sep not in given:
@@ -219,6 +221,24 @@ def _questions(path: Path) -> Path:
     except QuestionsError as error:
         raise pytest.UsageError(f"--afd-gsm8k: {error}") from error
     return path
+
+
+def _few_enough(questions: int | None, gsm8k: str | None) -> int | None:
+    """``--afd-questions``, if there are so many; how many the hub has is not known here."""
+    value = _count("--afd-questions", questions)
+    if value is None or gsm8k == HUB:
+        return value
+    from afd_testkit.accuracy.plan import GATE_QUESTIONS
+    from afd_testkit.accuracy.questions import read_questions
+    from afd_testkit.accuracy.task import MAX_SHOTS
+
+    there = GATE_QUESTIONS if gsm8k is None else len(read_questions(Path(gsm8k))) - MAX_SHOTS
+    if value > there:
+        raise pytest.UsageError(
+            f"--afd-questions is {value}, and there are {max(there, 0)} to ask; give as many or "
+            "fewer."
+        )
+    return value
 
 
 def _count(option: str, value: int | None) -> int | None:

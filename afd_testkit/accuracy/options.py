@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,7 +93,7 @@ def parse_server_options(config: pytest.Config) -> ServerOptions | None:
     if arm is None and stored is not None:
         raise pytest.UsageError("--afd-baseline is for --afd-server; give the server to be judged.")
     path = None if stored is None else config.invocation_params.dir / stored
-    if path is not None and not path.is_file():
+    if path is not None and not os.path.isfile(path):
         raise pytest.UsageError(
             f"--afd-baseline {path} is no file; give the unsplit.json of a run."
         )

@@ -13,6 +13,7 @@ from afd_testkit.accuracy.questions import Question, question_id
 from afd_testkit.accuracy.spec import BASELINE, Arm
 
 PLAIN, HARD = 340, 110  # questions of the gate; the hard ones keep the score from saturating
+GATE_QUESTIONS = PLAIN + HARD
 SHOTS_POOL = 40  # examples to draw shots from
 TEACHER_FORCED = 48  # reference answers whose log-probabilities are compared
 FAULT_QUESTIONS = 200  # asked under a fault at most, and half of a run's: a fault must show in few

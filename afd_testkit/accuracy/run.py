@@ -22,11 +22,13 @@ from afd_testkit.accuracy.processes import end_of, offline_environment
 from afd_testkit.accuracy.recipe import LATENT, ROTARY
 from afd_testkit.accuracy.spec import ArmResult, Spec
 from afd_testkit.models.check import check_checkpoint
+from afd_testkit.models.errors import BrokenConfig
 
 CHILD = "afd_testkit.engines._lm_eval"
 SAY = "afd: "  # what the child puts before each line of progress
 SILENT_SECONDS = 600.0  # without a line of output, the child is taken to hang
 _SMALL = 256  # hidden size
+_TOKENIZERS = ("*tokenizer*", "vocab*", "*.tiktoken", "*.model")  # by the names of their files
 
 
 class AccuracyRunError(RuntimeError):
@@ -82,10 +84,20 @@ def _environment(model: Path, folder: Path) -> dict[str, str]:
     Raises ``CheckpointError`` for a folder that an engine could not load.
     """
     config = check_checkpoint(model).config
+    hidden = config.get("hidden_size", _SMALL + 1)
+    if type(hidden) is not int or hidden < 1:
+        raise BrokenConfig(
+            f"{model / 'config.json'} says hidden_size {hidden!r}; it must be a whole number"
+        )
+    if not any(any(model.glob(name)) for name in _TOKENIZERS):
+        raise AccuracyRunError(
+            f"{model} has no tokenizer ({', '.join(_TOKENIZERS)}), so that nothing can be asked; "
+            "copy the tokenizer's files beside the weights"
+        )
     # Multi-head attention serves latent attention in float32; the CPU's MLA kernels take one size.
     widened = (config.get("kv_lora_rank"), config.get("qk_rope_head_dim")) == (LATENT, ROTARY)
     # A small model gains nothing from threads, which on a busy machine wait for each other.
-    small = config.get("hidden_size", _SMALL + 1) <= _SMALL
+    small = hidden <= _SMALL
     return {
         **offline_environment(folder),
         **({"OMP_NUM_THREADS": "1"} if small else {}),

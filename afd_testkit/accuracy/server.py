@@ -20,7 +20,7 @@ from afd_testkit.accuracy.questions import Question
 from afd_testkit.accuracy.server_journal import Journal
 from afd_testkit.accuracy.server_protocol import Served, ServerError, ask_server
 from afd_testkit.accuracy.server_spec import Asked, ServerRun, ServerSpec, asked_of
-from afd_testkit.accuracy.spec import ArmResult
+from afd_testkit.accuracy.spec import BASELINE, UNSEEN, ArmResult
 
 CHILD = "afd_testkit.accuracy.server_child"
 _NEEDED = ("lm_eval", "aiohttp", "tenacity", "tqdm", "requests")
@@ -99,12 +99,16 @@ def load_baseline(path: Path, expected: Asked, asked: Sequence[Question]) -> Arm
     ids = {one.id for one in found.answers}
     if len(ids) != expected.count or len(found.answers) != expected.count:
         differences.append(f"answers: {len(ids)} there, {expected.count} here")
+    told = (found.arm.name, found.arm.policy, found.arm.backwards)
+    if told != (BASELINE, UNSEEN, False):
+        differences.append(f"arm: {told[0]!r} there, {BASELINE!r} here")
+    differences += _other_answers(found, asked)
     if strange := sorted((ids | set(found.logprobs)) - {one.id for one in asked}):
         differences.append(f"ids that no question has: {', '.join(strange[:3])}")
     if found.arm.fault is not None:
         differences.append(f"fault: {found.arm.fault!r} there, none here")
-    if found.split_steps:
-        differences.append(f"split steps: {found.split_steps} there, none in a baseline")
+    if found.steps or found.split_steps or found.cut_requests:
+        differences.append(f"steps: {found.steps} there, none of a server's can be seen")
     if found.balanced_routing:
         differences.append(f"forced balancing: {found.balanced_routing} times there")
     if differences:
@@ -113,6 +117,26 @@ def load_baseline(path: Path, expected: Asked, asked: Sequence[Question]) -> Arm
             "server again with what is asked here"
         )
     return found
+
+
+def _other_answers(found: ArmResult, asked: Sequence[Question]) -> list[str]:
+    """Answers that are not to the questions ``asked``, or whose verdict is not their text's."""
+    questions = {one.id: one for one in asked}
+    wrong = [
+        one.id
+        for one in found.answers
+        if one.id in questions
+        and (
+            one.question != questions[one.id].question
+            or one.strict != (_plain(one.got) == _plain(questions[one.id].result))
+        )
+    ]
+    return [f"answers that say otherwise than their text: {', '.join(wrong[:3])}"] if wrong else []
+
+
+def _plain(number: str) -> str:
+    """A result without what the gsm8k task does not look at."""
+    return number.replace(",", "").replace("$", "").removesuffix(".").strip().lower()
 
 
 def _run(told: Path, log: Path, say: Callable[[str], None]) -> str | None:

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 from afd_testkit.accuracy.server_protocol import ServerError
 from afd_testkit.accuracy.server_spec import Asked, ServerRun
+from afd_testkit.strict_json import read_json
 
 
 class ResumeRefused(ServerError):
@@ -105,17 +106,22 @@ class Journal:
 
     def _take(self, number: int, line: bytes) -> None:
         data = self._object(number, line)
+        kept = self.logprobs if "logprobs" in data else self.answers
+        if data.get("id") in kept:
+            raise ServerError(
+                f"{self.path}, line {number} answers {data['id']} a second time; remove the file"
+            )
         match data:
             case {"id": str(name), "text": str(text), "truncated": bool(truncated)}:
                 self.answers[name] = (text, truncated)
-            case {"id": str(name), "logprobs": list() | None as values}:
+            case {"id": str(name), "logprobs": list() | None as values} if _numbers(values):
                 self.logprobs[name] = values
             case _:
                 raise ServerError(f"{self.path}, line {number} is no answer; remove the file")
 
     def _object(self, number: int, line: bytes) -> Mapping[str, Any]:
         try:
-            data = json.loads(line)
+            data = read_json(line.decode("utf-8"))
         except ValueError as error:
             raise ServerError(
                 f"{self.path}, line {number} is broken ({error}); remove the file to begin anew"
@@ -128,3 +134,7 @@ class Journal:
         self._file.write(json.dumps(data).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
+
+
+def _numbers(values: list[Any] | None) -> bool:
+    return all(type(one) in (int, float) for one in values or ())

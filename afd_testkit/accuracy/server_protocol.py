@@ -6,9 +6,11 @@ before lm-eval sees them, so that a refusal is told with its status and what the
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
 import os
+import re
 import socket
 import urllib.error
 import urllib.request
@@ -20,6 +22,7 @@ from urllib.parse import urlsplit
 
 _SHOWN = 200  # characters of a body in a message
 _ASIDE_SECONDS = 30.0  # for what a server says of itself; it has nothing to compute
+_VISIBLE = re.compile(r"[!-~]+")  # what a URL may be written in
 _ENDED = ("stop", "length")
 
 
@@ -58,16 +61,19 @@ def base_url(given: str) -> str:
 
     Raises :class:`ServerError` for anything else.
     """
+    if not isinstance(given, str) or set(given) & set("?#") or not _VISIBLE.fullmatch(given):
+        raise ServerError(_no_server(given))
     try:
         parts = urlsplit(given)
+        (parts.hostname or "").encode("idna")
         fits = bool(parts.hostname) and parts.port != 0  # also reads what is no port
     except ValueError as error:
         raise ServerError(_no_server(given, f" ({error})")) from error
-    if not fits or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
+    if not fits or parts.scheme not in ("http", "https"):
         raise ServerError(_no_server(given))
     base = given.rstrip("/").removesuffix("/v1").rstrip("/")
-    if "/v1/" in base:
-        raise ServerError(_no_server(given, ": it ends behind /v1, where paths are added here"))
+    if base.endswith("completions") or "/v1/" in base:
+        raise ServerError(_no_server(given, ": what comes behind it is added here"))
     return base
 
 
@@ -234,6 +240,14 @@ def _list(base: str) -> list[dict[str, Any]]:
     return data
 
 
+def _body(error: urllib.error.HTTPError) -> str:
+    """What a refusal says, as far as it comes."""
+    try:
+        return error.read().decode("utf-8", errors="replace")
+    except (OSError, http.client.HTTPException) as broken:
+        return f"(its body breaks off: {broken!r})"
+
+
 def _get(base: str, path: str, *, missing_is_none: bool = False) -> Any:
     """JSON at ``path``; without a proxy, as lm-eval asks, and with the key that it sends."""
     request = urllib.request.Request(base + path)
@@ -247,9 +261,9 @@ def _get(base: str, path: str, *, missing_is_none: bool = False) -> Any:
         with error:
             if missing_is_none and error.code in (404, 405):
                 return None
-            said = first_line(error.read().decode("utf-8", errors="replace"))
+            said = first_line(_body(error))
         raise ServerError(f"{base}{path} answered HTTP {error.code}: {said}") from error
-    except (OSError, ValueError) as error:  # ValueError: what is no HTTP
+    except (OSError, ValueError, http.client.HTTPException) as error:  # also what is no HTTP
         raise ServerError(
             f"{base}{path} cannot be reached ({error}); start the server, or correct the URL"
         ) from error

@@ -253,6 +253,39 @@ def test_answers_cut_at_the_limit_may_be_two_in_a_hundred(cut: int, outcome: Out
     assert check.facts["truncated"] == cut
 
 
+@pytest.mark.parametrize("generation", [{"do_sample": True}, "x"])
+def test_sampling_without_seeds_is_no_evidence(generation: object) -> None:
+    def outcome(seeds: dict[str, int]) -> CheckResult:
+        arm = made("token", "token", facts={"generation": generation})
+        one = judge(token=arm)
+        return replace(one, spec=replace(one.spec, seeds=seeds)).check(arm.arm)
+
+    assert "answers were sampled and no seed is stated" in outcome({}).message
+    assert outcome({"random_seed": 1}).outcome is Outcome.PASSED
+
+
+def test_an_arm_cannot_bring_its_own_figures() -> None:
+    facts = {"strict_match": 1.0, "questions": 99, "seeds": {}, "split_steps": 99, "lm_eval": "x"}
+    check = token(answers=answers(broken=40), facts=facts)
+    assert check.facts["strict_match"] == 150 / 200
+    assert check.facts["questions"] == 200
+    assert check.facts["split_steps"] == 10
+    assert check.facts["lm_eval"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"answers": (*answers(), answers()[0])}, "answered twice"),
+        ({"split_steps": 13}, "13 of 12 steps were split, which cannot be"),
+    ],
+)
+def test_what_cannot_be_is_no_evidence(changes: dict[str, object], words: str) -> None:
+    check = token(**changes)
+    assert check.outcome is Outcome.FAILED
+    assert words in check.message
+
+
 def test_other_questions_are_not_compared() -> None:
     other = answers(names=[*NAMES[:-1], "another"])
     check = token(answers=other)
@@ -417,6 +450,36 @@ def test_a_fault_is_caught_by_at_least_one_signal(broken: int, by: float, seen: 
     assert check.facts["broken"] == broken
     assert check.facts["logprob_difference"] == pytest.approx(by)
     assert check.facts["logprob_limit"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"split_steps": 0}, "the fault never acted"),
+        ({"logprobs": {"other": TOKENS}}, "log-probabilities are to be compared"),
+        ({"logprobs": {}}, "log-probabilities are to be compared"),
+    ],
+)
+def test_a_fault_that_was_not_looked_at_is_not_seen(changes: dict[str, object], words: str) -> None:
+    check = judged("fault", fault=made("fault", "token", FAULT, **changes))
+    assert check.outcome is Outcome.FAILED
+    assert words in check.message
+
+
+def test_infinity_is_no_agreement() -> None:
+    odd = {"q000": [-math.inf, -1.0, -0.25], "q001": TOKENS}
+    check = judged(
+        "token",
+        unsplit=made("unsplit", logprobs=odd),
+        noise=made("noise", answers=(), logprobs=odd),
+        token=made("token", "token", logprobs=odd),
+    )
+    assert check.outcome is Outcome.FAILED
+
+
+def test_noise_of_nothing_limits_nothing() -> None:
+    check = judged("token", noise=made("noise", answers=(), logprobs={}))
+    assert check.outcome is Outcome.FAILED
 
 
 def test_a_fault_that_no_signal_sees_fails() -> None:

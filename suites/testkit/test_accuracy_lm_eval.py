@@ -100,3 +100,30 @@ def test_a_number_behind_the_result_is_read_by_one_filter_only(tmp_path: Path) -
     assert ended.returncode == 0, ended.stderr[-2000:]
     # Strict reads the number behind ####, flexible the last one.
     assert json.loads(ended.stdout.splitlines()[-1]) == [["18", True, False], ["18", False, True]]
+
+
+STOP = """
+import afd_testkit.accuracy.run as run
+from pathlib import Path
+
+def stop(spec, say):
+    Path("arms").write_text(",".join(arm.name for arm in spec.arms))
+    raise run.AccuracyRunError("no engine today\\nfurther words")
+
+run.run_arms = stop
+"""
+
+
+def test_only_selected_arms_run_and_a_refusal_is_told_once(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(stop_early=STOP)
+    quiet = ("-p", "no:randomly", "-p", "no:cacheprovider", "-m", "accuracy")
+    ran = pytester.runpytest_subprocess(
+        *("-p", "stop_early", *quiet, "--pyargs", "afd_testkit.accuracy"),
+        *("--afd-questions=190", "-k", "token or merge-swapped"),
+    )
+    assert (pytester.path / "arms").read_text() == "unsplit,noise,token,merge-swapped"
+    ran.assert_outcomes(errors=2, deselected=12)
+    told = ran.stdout.str()
+    assert told.count("further words") == 1
+    assert told.count("AccuracyRunError: no engine today (as the first of these tests tells)") >= 1
+    assert "Traceback" not in told

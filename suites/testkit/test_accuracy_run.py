@@ -57,6 +57,7 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spec:
     (tmp_path / "model").mkdir()
     set_config(tmp_path / "model")
     save_file({"one": torch.ones(1)}, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}", encoding="utf-8")
     # Found, but never imported.
     (tmp_path / "vllm.py").write_text("raise ImportError\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -243,9 +244,20 @@ def test_without_vllm_it_says_what_to_do(
 def test_a_folder_that_is_no_checkpoint_is_named(spec: Spec, child: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nothing does not exist; give a folder with config"):
         run_arms(replace(spec, model=str(tmp_path / "nothing")), lambda text: None)
+    set_config(Path(spec.model), hidden_size="128")
+    with pytest.raises(CheckpointError, match="says hidden_size '128'; it must be a whole number"):
+        run_arms(spec, lambda text: None)
     set_config(Path(spec.model), architectures=[])
     with pytest.raises(CheckpointError, match=r"config\.json has no list 'architectures'"):
         run_arms(spec, lambda text: None)
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused_before_the_engine(
+    spec: Spec, child: Any
+) -> None:
+    (Path(spec.model) / "tokenizer.json").unlink()
+    assert "has no tokenizer" in failure(spec)
+    assert not Path(spec.results).exists()
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,9 @@ def test_another_server_does_not_go_on(run: ServerRun, other: Served) -> None:
         Journal(replace(run, served=other))
 
 
+ANSWER = '{"id": "q1", "text": "a", "truncated": false}'
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -126,6 +129,10 @@ def test_another_server_does_not_go_on(run: ServerRun, other: Served) -> None:
         ("[1]", "line 2 is no object"),
         ('{"id": "q1"}', "line 2 is no answer"),
         ('{"id": "q1", "text": "a", "truncated": 1}', "line 2 is no answer"),
+        ('{"id": "q1", "logprobs": ["x"]}', "line 2 is no answer"),
+        ("[" * 100_000, "line 2 is broken"),
+        (f"{ANSWER}\n{ANSWER}", "line 3 answers q1 a second time"),
+        ('{"id": "q1", "logprobs": [1]}\n{"id": "q1", "logprobs": [2]}', "line 3 answers q1"),
     ],
 )
 def test_a_broken_line_is_named(run: ServerRun, line: str, message: str) -> None:
@@ -155,8 +162,15 @@ def test_a_run_comes_back_from_its_file(run: ServerRun, tmp_path: Path) -> None:
     assert ServerRun.read(tmp_path / "arm.run") == run
 
 
+def told(*names: str, **changes: Any) -> tuple[Answer, ...]:
+    return tuple(
+        replace(Answer(name, "t", "1", True, True, False, question=f"{name}?"), **changes)
+        for name in names
+    )
+
+
 def stored(folder: Path, **given: Any) -> Path:
-    answers = tuple(Answer(name, "t", "1", True, True, False) for name in ("q1", "q2"))
+    answers = told("q1", "q2")
     plain: dict[str, Any] = {
         "arm": Arm("unsplit", "unseen", 2, 0),
         "answers": answers,
@@ -165,8 +179,9 @@ def stored(folder: Path, **given: Any) -> Path:
         "seconds": 1.0,
         "facts": {"asked": asdict(ASKED)},
     }
-    ArmResult(**{**plain, **given}).write(folder)
-    return folder / "unsplit.json"
+    result = ArmResult(**{**plain, **given})
+    result.write(folder)
+    return folder / f"{result.arm.name}.json"
 
 
 def test_a_baseline_of_the_same_run_is_read(tmp_path: Path) -> None:
@@ -183,8 +198,16 @@ def test_a_baseline_of_the_same_run_is_read(tmp_path: Path) -> None:
     [
         ({"facts": {}}, "what was asked is not said by"),
         ({"answers": ()}, "answers: 0 there, 2 here"),
-        ({"arm": Arm("unsplit", "off", 2, 0, fault="x")}, "fault: 'x' there"),
-        ({"split_steps": 3}, "split steps: 3 there"),
+        ({"arm": Arm("unsplit", "unseen", 2, 0, fault="x")}, "fault: 'x' there"),
+        ({"arm": Arm("server", "unseen", 2, 0)}, "arm: 'server' there, 'unsplit' here"),
+        ({"split_steps": 3, "steps": 3}, "steps: 3 there"),
+        ({"steps": 3}, "steps: 3 there"),
+        ({"arm": Arm("unsplit", "token", 2, 0)}, "arm: 'unsplit' there"),
+        ({"arm": Arm("unsplit", "unseen", 2, 0, backwards=True)}, "arm: 'unsplit' there"),
+        ({"answers": told("q1", "q2", got="2")}, "say otherwise than their text: q1, q2"),
+        ({"answers": told("q1", "q2", strict=False)}, "say otherwise than their text: q1, q2"),
+        ({"answers": told("q1", "q2", question="?")}, "say otherwise than their text: q1, q2"),
+        ({"answers": told("q1", "q1")}, "answers: 1 there, 2 here"),
         ({"logprobs": {"q1": [-1.0], "q9": [-1.0]}}, "ids that no question has: q9"),
         ({"balanced_routing": 3}, "forced balancing: 3 times there"),
     ],
@@ -236,7 +259,14 @@ def test_a_baseline_of_another_form_is_told_by_its_place(
         ({"url": "http://host:80x"}, "give http://HOST:PORT"),
         ({"url": "http://host:70000"}, "give http://HOST:PORT"),
         ({"url": "http://host:0"}, "give http://HOST:PORT"),
-        ({"url": "http://host:8000/v1/completions"}, "it ends behind /v1"),
+        ({"url": "http://host:80?"}, "give http://HOST:PORT"),
+        ({"url": "http://host:80/#"}, "give http://HOST:PORT"),
+        ({"url": " http://host:80"}, "give http://HOST:PORT"),
+        ({"url": "http://host:80/a b"}, "give http://HOST:PORT"),
+        ({"url": "http://..:80"}, "give http://HOST:PORT"),
+        ({"url": "http://" + "h" * 300 + ":80"}, "give http://HOST:PORT"),
+        ({"url": 5}, "give http://HOST:PORT"),
+        ({"url": "http://host:8000/v1/completions"}, "what comes behind it is added here"),
         ({"model": ""}, "no model was named"),
         ({"timeout": 0}, "timeout is 0; give a whole number, 1 or more"),
         ({"timeout": 0.5}, "timeout is 0.5"),

@@ -16,6 +16,7 @@ from afd_testkit.accuracy.server_protocol import Served, ServerError, check_pair
 from afd_testkit.accuracy.server_spec import Asked, ServerSpec
 from afd_testkit.accuracy.spec import BASELINE, UNSEEN, Arm, ArmResult
 from afd_testkit.accuracy.task import Answer
+from afd_testkit.gates.tolerances import TABLE
 from afd_testkit.results import Outcome
 from afd_testkit.settings import parse_settings
 
@@ -126,9 +127,21 @@ def test_a_baseline_may_be_recorded_alone(world: World, tmp_path: Path) -> None:
     assert found.check(servers.server_arms(alone)[0]).outcome is Outcome.PASSED
 
 
-def stored(name: str, asked: Asked, *, backwards: bool) -> ArmResult:
+def test_the_limit_of_log_probabilities_is_that_of_the_dtype(world: World, tmp_path: Path) -> None:
+    limits = {}
+    for dtype in ("float32", "bfloat16"):
+        check = judge(tmp_path, replace(PAIR, dtype=dtype)).check(servers.server_arms(PAIR)[1])
+        limits[dtype] = next(one.limit for one in check.comparisons if one.quantity == "logprob")
+    # As the table of tolerances has them, beside a noise of 0.
+    assert limits == {"float32": 1e-5, "bfloat16": TABLE["*", "bfloat16", "none"]["logprob"].limit}
+    assert limits["float32"] < limits["bfloat16"]
+
+
+def stored(
+    name: str, asked: Asked, *, backwards: bool, logprobs: tuple[float, ...] = (-1.0,)
+) -> ArmResult:
     arm = Arm(name, UNSEEN, 0, 1, backwards=backwards)
-    return ArmResult(arm, (), {"q": [-1.0]}, 0, 0, 0, 0, 1.0, {"asked": asdict(asked)})
+    return ArmResult(arm, (), {"q": list(logprobs)}, 0, 0, 0, 0, 1.0, {"asked": asdict(asked)})
 
 
 ASKED_FOR = Asked("small", "q", 9, "e", 5, {}, "h", "0.4.13", 256, "text", "0.32.0")
@@ -140,6 +153,7 @@ ASKED_FOR = Asked("small", "q", 9, "e", 5, {}, "h", "0.4.13", 256, "text", "0.32
         (None, "cannot be read"),
         (stored(NOISE, ASKED_FOR, backwards=False), "of other questions"),
         (stored(NOISE, replace(ASKED_FOR, model="large"), backwards=True), "model: 'large'"),
+        (stored(NOISE, ASKED_FOR, backwards=True, logprobs=(-1.0, -1.0)), "of other questions"),
     ],
 )
 def test_noise_must_be_that_of_the_stored_baseline(

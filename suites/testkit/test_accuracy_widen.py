@@ -73,7 +73,7 @@ def test_other_rotary_values_are_refused(made: Maker, tmp_path: Path) -> None:
 def test_a_configuration_that_contradicts_the_weights_is_refused(
     made: Maker, tmp_path: Path, latent: int
 ) -> None:
-    with pytest.raises(CannotWiden, match=f"the configuration says {latent}"):
+    with pytest.raises(CannotWiden, match="as the configuration says"):
         widen(made(kv_lora_rank=latent), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -95,8 +95,50 @@ def test_a_folder_that_is_there_is_not_overwritten(made: Maker) -> None:
 def test_weights_in_another_file_are_refused(made: Maker, tmp_path: Path) -> None:
     source = made()
     (source / "model.safetensors").rename(source / "other.safetensors")
-    with pytest.raises(CannotWiden, match=r"has no model\.safetensors"):
+    with pytest.raises(CannotWiden, match=r"in other\.safetensors; put them into one"):
         widen(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["extra.safetensors", "model.safetensors.index.json"])
+def test_weights_in_more_files_are_refused(made: Maker, tmp_path: Path, name: str) -> None:
+    source = made()
+    if name.endswith("json"):
+        names = dict.fromkeys(WEIGHTS, "model.safetensors")
+        (source / name).write_text(json.dumps({"weight_map": names}))
+    else:
+        save_file(WEIGHTS, source / name)
+    with pytest.raises(CannotWiden, match="put them into one"):
+        widen(source, tmp_path / "out")
+
+
+LAST = "model.layers.0.self_attn.kv_b_proj.weight"
+NORM = "model.layers.0.self_attn.kv_a_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({LAST: None}, "kv_b_proj.weight is missing"),
+        ({LAST: torch.ones(6, LATENT, dtype=torch.int8)}, "before quantization"),
+        ({LAST: torch.ones(LATENT)}, "were to be along axis 1 of 2"),
+        ({NORM: torch.tensor(1.0)}, "were to be along axis 0 of 1"),
+        ({f"{LAST}_scale": torch.ones(1)}, "in a way that is not known here"),
+        ({LAST.replace("layers.0", "layers.1"): torch.ones(6, LATENT)}, "is missing"),
+    ],
+)
+def test_weights_that_are_not_known_are_refused(
+    made: Maker, tmp_path: Path, changed: dict[str, torch.Tensor | None], words: str
+) -> None:
+    given = {name: value for name, value in {**WEIGHTS, **changed}.items() if value is not None}
+    with pytest.raises(CannotWiden, match=words):
+        widen(made(given), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_inside_of_the_source_is_refused(made: Maker) -> None:
+    source = made()
+    with pytest.raises(CannotWiden, match="inside of"):
+        widen(source, source / "wide")
 
 
 def test_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -401,3 +401,29 @@ def test_of_errors_that_caused_one_another_the_last_is_told(pytester: pytest.Pyt
     [line] = [one for one in result.outlines if one.strip().startswith("ValueError")]
     assert line.strip() == "ValueError: start the server"
     assert not any(one.strip().startswith("OSError: refused") for one in result.outlines[-20:])
+
+
+@pytest.mark.parametrize(
+    ("options", "status"), [((), 1), (("--afd-baseline-server=http://a:1",), 0)]
+)
+def test_accuracy_without_a_split_arm_is_no_success(
+    pytester: pytest.Pytester, options: tuple[str, ...], status: int
+) -> None:
+    """But where only the baseline was to be recorded."""
+    pytester.makepyfile(
+        """
+        import pytest
+        from afd_testkit.results import CheckResult, Outcome
+
+        @pytest.mark.afd_gate("accuracy")
+        def test_unsplit(record_check):
+            share = {"strict_match": 1.0, "flexible_extract": 1.0, "interval": [0.025, 1.0]}
+            counts = dict.fromkeys(("truncated", "balanced_routing", "split_steps"), 0)
+            facts = {**share, **counts, "questions": 1}
+            record_check(CheckResult("accuracy", "mine", "tiny", "float32", "baseline", "unsplit",
+                                     Outcome.PASSED, facts=facts))
+        """
+    )
+    ran = pytester.runpytest_inprocess(*QUIET, *options)
+    ran.stdout.fnmatch_lines(["*AFD gates: INCOMPLETE*", "*1 passed*"])
+    assert ran.ret == status
