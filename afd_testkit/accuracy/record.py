@@ -20,9 +20,12 @@ from typing import Any
 from afd_testkit.accuracy.plan import gate_questions, held_out, small_shots
 from afd_testkit.accuracy.questions import Question, digest
 from afd_testkit.accuracy.recipe import Recipe
-from afd_testkit.accuracy.run import run_arms
+from afd_testkit.accuracy.run import AccuracyRunError, run_arms
 from afd_testkit.accuracy.spec import BASELINE, Arm, ArmResult, Spec
 from afd_testkit.accuracy.task import MAX_SHOTS, write_task
+from afd_testkit.engines.base import EngineError
+from afd_testkit.models.check import check_checkpoint
+from afd_testkit.results_folder import ResultsFolderError, check_writable
 
 SHOTS = (0, 3, 5)
 HELD_OUT = 200  # further questions with small numbers, of which the scores by shots are
@@ -88,7 +91,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("folder", type=Path, help="a trained checkpoint")
     given = parser.parse_args()
-    print(json.dumps(record(given.folder, lambda text: print(text, flush=True)), indent=1))
+    try:
+        check_checkpoint(given.folder)
+        check_writable(given.folder)
+        card = record(given.folder, lambda text: print(text, flush=True))
+    except (EngineError, ResultsFolderError, AccuracyRunError) as error:
+        parser.error(str(error))
+    print(json.dumps(card, indent=1))
 
 
 if __name__ == "__main__":

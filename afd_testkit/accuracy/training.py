@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from afd_testkit.accuracy.corpus import EOS, IGNORED, PAD, SEPARATOR, batches, make_tokenizer
 from afd_testkit.accuracy.problems import Level, Problem, as_text, problems
 from afd_testkit.accuracy.recipe import Recipe, architecture
+from afd_testkit.results_folder import ResultsFolderError, check_writable
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _SAY_EVERY = 100  # steps
+_MOST_THREADS, _MOST_SEEDS = 1024, 2**32
 _ASKED = 200  # held-out problems asked of the result, of each level
 
 
@@ -208,13 +210,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     given = parser.parse_args(arguments)
-    if given.threads < 1:
-        parser.error(f"--threads is {given.threads}; give 1 or more")
+    if not 1 <= given.threads <= _MOST_THREADS:
+        parser.error(f"--threads is {given.threads}; give 1 to {_MOST_THREADS}")
+    if not 0 <= given.seed < _MOST_SEEDS:
+        parser.error(f"--seed is {given.seed}; give 0 to {_MOST_SEEDS - 1}")
     try:  # before half an hour is spent
-        given.out.mkdir(parents=True, exist_ok=True)
-        if any(given.out.iterdir()):
+        if given.out.exists() and any(given.out.iterdir()):
             parser.error(f"{given.out} is not empty; give a new folder")
-    except OSError as error:
+        check_writable(given.out)
+    except (OSError, ResultsFolderError) as error:
         parser.error(f"no checkpoint can be written to {given.out}: {error}")
     torch.set_num_threads(given.threads)
     recipe = Recipe(seed=given.seed)

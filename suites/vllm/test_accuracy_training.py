@@ -303,6 +303,9 @@ def test_the_folder_has_the_files_of_a_small_checkpoint(saved: tuple[Any, Path])
         (["{}/full"], "is not empty; give a new folder"),
         (["{}/full/file"], "no checkpoint can be written to"),
         (["{}/new", "--threads=0"], "--threads is 0"),
+        (["{}/new", f"--threads={10**20}"], "--threads is 1000"),
+        (["{}/new", f"--seed={2**32}"], "--seed is 4294967296"),
+        (["/proc/sys/kernel"], "is not empty"),
     ],
 )
 def test_what_cannot_be_trained_into_is_told_before_training(
