@@ -244,7 +244,7 @@ def accuracy_lines(run: AccuracyRun) -> list[str]:
     asked = f"{run.questions} questions" + ("" if run.shots is None else f", {run.shots}-shot")
     sees = "too few right answers to pass"
     if run.detectable is not None:
-        sees = f"a drop of {share(run.detectable)} fails 4 times of 5"
+        sees = f"refuses a drop of {share(run.detectable)}"
     margin = "" if run.margin is None else f"; margin {run.margin:g}, {sees}"
     name = " ".join(filter(None, (run.row.model, run.row.dtype, run.row.topology)))
     lines = [f"accuracy of {printable(name)}: {asked}{margin}"]

@@ -150,8 +150,7 @@ def split_by(outcome: Outcome = Outcome.PASSED, **facts: Any) -> CheckResult:
 def test_scores_flips_intervals_and_verdicts_take_a_line_an_arm() -> None:
     lines = shown(ALL)
     begin = lines.index(
-        "accuracy of small float32: 450 questions, 5-shot; margin 0.02, "
-        "a drop of 0.0122 fails 4 times of 5"
+        "accuracy of small float32: 450 questions, 5-shot; margin 0.02, refuses a drop of 0.0122"
     )
     assert lines[begin + 1 : begin + 4] == [
         "  unsplit 0.9500 [0.9250, 0.9680] floor 0.9333: passed",
