@@ -15,6 +15,12 @@ from afd_testkit.results import CheckResult, Comparison
 from afd_testkit.summary import ACCURACY, ACCURACY_BASELINE, GateRow, gate_rows, is_number
 
 UNSEEN_STEPS = "not seen: steps of servers; that the arm splits is for whoever started it to show"
+_ASKED = {
+    "lm_eval": "lm-eval",
+    "task_version": "gsm8k version",
+    "generated_tokens_limit": "generated tokens at most",
+    "chat_template": "chat template",
+}
 _MOST_TEXT = 2000  # characters of an answer
 
 
@@ -77,7 +83,7 @@ class FaultSeen:
 class AccuracyRun:
     """All that one subject was asked.  ``detectable``: a drop that is refused 4 times of 5.
 
-    ``unseen``: the arms are servers, whose steps nobody sees.
+    ``unseen``: the arms are servers, whose steps nobody sees.  ``asked``: by what, and how.
     """
 
     row: GateRow
@@ -89,6 +95,7 @@ class AccuracyRun:
     arms: tuple[ArmScore, ...]
     faults: tuple[FaultSeen, ...]
     unseen: bool
+    asked: str
 
     @property
     def flips(self) -> list[tuple[ArmScore, Flip]]:
@@ -133,7 +140,17 @@ def _run(row: GateRow) -> AccuracyRun | None:
         arms=tuple(arms),
         faults=tuple(faults),
         unseen=row.engine == BEHIND_A_SERVER,
+        asked=_asked(row.checks[0].facts),
     )
+
+
+def _asked(facts: Mapping[str, Any]) -> str:
+    """lm-eval's settings, as far as they are told."""
+    told = [f"{words} {facts[name]}" for name, words in _ASKED.items() if name in facts]
+    seeds = facts.get("seeds")
+    if isinstance(seeds, Mapping) and seeds:
+        told.append("seeds " + ", ".join(f"{name} {value}" for name, value in seeds.items()))
+    return printable("; ".join(told))
 
 
 def _is_score(comparison: Comparison) -> bool:

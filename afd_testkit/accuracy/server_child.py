@@ -33,7 +33,7 @@ from afd_testkit.accuracy.server_protocol import (
 )
 from afd_testkit.accuracy.server_spec import ServerRun, ServerSpec
 from afd_testkit.accuracy.spec import UNSEEN, Arm, ArmResult
-from afd_testkit.accuracy.task import MAX_NEW_TOKENS, TASK, answers, task_hash
+from afd_testkit.accuracy.task import MAX_NEW_TOKENS, TASK, answers, facts_of, task_hash
 
 SAY, PROBLEM = "say", "problem"
 _SAY_SECONDS = 3.0
@@ -213,8 +213,7 @@ def run_arm(run: ServerRun, journal: Journal) -> ArmResult:
     if spec.questions:
         evaluated = _evaluate(model, spec)
         samples = evaluated["samples"][TASK]
-        names = ("versions", "n-shot", "n-samples", "lm_eval_version")
-        facts = {name: evaluated[name] for name in names}
+        facts = facts_of(evaluated, spec.questions)
     said = _teacher_forced(model, spec, journal) if spec.teacher_forced else "not asked for"
     facts |= {
         "asked": asdict(run.asked),

@@ -79,6 +79,19 @@ def write_task(folder: Path, questions: Sequence[Question], shots: Sequence[Ques
     return folder
 
 
+def facts_of(evaluated: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """What a record says of how lm-eval asked the first ``limit`` questions."""
+    return {
+        "task_version": evaluated["versions"][TASK],
+        "task_hash": task_hash(),
+        "lm_eval": evaluated["lm_eval_version"],
+        "generation": evaluated["configs"][TASK]["generation_kwargs"],
+        "generated_tokens_limit": MAX_NEW_TOKENS,
+        "chat_template": None,  # prompts are sent as the task writes them
+        "limit": limit,
+    }
+
+
 def answers(samples: Sequence[Mapping[str, Any]], truncated: Collection[str]) -> list[Answer]:
     """By question, in the order asked, from the samples in lm-eval's result object.
 

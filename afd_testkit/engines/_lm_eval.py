@@ -18,7 +18,7 @@ from typing import Any
 from afd_testkit.accuracy.processes import end_with_parent
 from afd_testkit.accuracy.run import SAY
 from afd_testkit.accuracy.spec import Arm, ArmResult, Spec
-from afd_testkit.accuracy.task import MAX_NEW_TOKENS, TASK, answers, task_hash
+from afd_testkit.accuracy.task import MAX_NEW_TOKENS, TASK, answers, facts_of
 from afd_testkit.engines.base import EngineError
 
 #: By question id: tokens of the prompt that the task makes, and of the reference answer.
@@ -153,16 +153,7 @@ def run_arm(model: Any, spec: Spec, arm: Arm, prompts: Prompts) -> ArmResult:
         if arm.questions:
             evaluated = _evaluate(model, spec, arm.questions)
             samples = evaluated["samples"][TASK]
-            facts = {
-                "task_version": evaluated["versions"][TASK],
-                "task_hash": task_hash(),
-                "lm_eval": evaluated["lm_eval_version"],
-                "generation": evaluated["configs"][TASK]["generation_kwargs"],
-                "generated_tokens_limit": MAX_NEW_TOKENS,
-                "chat_template": None,
-                "limit": arm.questions,
-                "max_model_len": model.max_length,
-            }
+            facts = {**facts_of(evaluated, arm.questions), "max_model_len": model.max_length}
         forced = dict(islice(prompts.items(), arm.teacher_forced))
         logprobs = _teacher_forced(model, forced, backwards=arm.backwards) if forced else {}
     evidence = engine.collective_rpc("afd_take_evidence")[0]

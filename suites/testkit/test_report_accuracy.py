@@ -221,6 +221,23 @@ def test_split_steps_are_those_of_the_arms_that_were_to_be_split() -> None:
 # --- the page
 
 
+def test_the_page_says_how_it_was_asked_and_what_is_not_seen() -> None:
+    told = {"lm_eval": "0.4.13", "chat_template": None, "seeds": {"random_seed": 7}}
+    base = dataclasses.replace(BASE, facts={**BASE.facts, **told})
+    words = words_of(section([base, SPLIT]))
+    assert "Asked by lm-eval 0.4.13; chat template None; seeds random_seed 7" in words
+    assert "not seen" not in words
+    servers = [dataclasses.replace(one, engine="server") for one in (base, SPLIT)]
+    assert "not seen: steps of servers" in words_of(section(servers))
+    assert any("not seen: steps of servers" in line for line in shown(servers))
+
+
+def test_faults_are_told_beside_the_unsplit_score_of_the_same_questions() -> None:
+    fault = dataclasses.replace(BOTH, facts={**BOTH.facts, "baseline_score": 0.94})
+    words = words_of(section([BASE, SPLIT, fault]))
+    assert "asked the first 200 questions, of which the unsplit arm answers 0.9400" in words
+
+
 def test_the_section_has_every_figure() -> None:
     text = words_of(section(ALL))
     for words in (
