@@ -73,6 +73,15 @@ def token(**changes: object) -> CheckResult:
     return judged("token", token=made("token", "token", **changes))
 
 
+def answered(before: tuple[Answer, ...], after: tuple[Answer, ...]) -> CheckResult:
+    """The split arm, with these answers of the unsplit one and of its own."""
+    return judged(
+        "token",
+        unsplit=made("unsplit", answers=before),
+        token=made("token", "token", answers=after),
+    )
+
+
 def comparison(check: CheckResult, quantity: str) -> Comparison:
     return next(one for one in check.comparisons if one.quantity == quantity)
 
@@ -157,22 +166,14 @@ def test_noise_widens_the_limit_to_ten_times_at_most() -> None:
 
 def test_a_model_that_answers_nothing_right_is_no_pass() -> None:
     wrong = answers(broken=RIGHT)
-    check = judged(
-        "token",
-        unsplit=made("unsplit", answers=wrong),
-        token=made("token", "token", answers=wrong),
-    )
+    check = answered(wrong, wrong)
     assert check.outcome is Outcome.FAILED
     assert "0 of 200 right, and only those can break" in check.message
 
 
 def test_too_few_questions_are_no_pass() -> None:
     few = answers()[:50]
-    check = judged(
-        "token",
-        unsplit=made("unsplit", answers=few),
-        token=made("token", "token", answers=few),
-    )
+    check = answered(few, few)
     assert check.outcome is Outcome.FAILED
     # 1 - (1 - 0.02)^n must reach 0.975: n = ln 0.025 / ln 0.98 = 182.6.
     assert "too few questions: the unsplit arm answers 50 of 50 right" in check.message
@@ -190,11 +191,7 @@ def test_the_public_case_is_told_as_a_fall() -> None:
         tuple(replace(one, strict=n < right) for n, one in enumerate(answers()))
         for right in (177, 127)
     )
-    check = judged(
-        "token",
-        unsplit=made("unsplit", answers=before),
-        token=made("token", "token", answers=after),
-    )
+    check = answered(before, after)
     assert check.outcome is Outcome.FAILED
     assert "0.8850 to 0.6350 (50 broken, 0 mended, p = 1.8e-15)" in check.message
     assert "too few" not in check.message
@@ -206,11 +203,7 @@ def test_six_broken_of_a_hundred_right_show_whatever_else_was_asked() -> None:
         tuple(replace(one, strict=low <= n < 100) for n, one in enumerate(answers(names=names)))
         for low in (0, 6)
     )
-    check = judged(
-        "token",
-        unsplit=made("unsplit", answers=before),
-        token=made("token", "token", answers=after),
-    )
+    check = answered(before, after)
     drop = comparison(check, "score drop, 95 % bound")
     assert not drop.ok
     assert drop.max_diff > drop.limit
@@ -310,11 +303,7 @@ def test_no_question_is_no_baseline() -> None:
     check = judged("unsplit", unsplit=made("unsplit", answers=()))
     assert check.outcome is Outcome.FAILED
     assert "no question was answered" in check.message
-    other = judged(
-        "token",
-        unsplit=made("unsplit", answers=()),
-        token=made("token", "token", answers=()),
-    )
+    other = answered((), ())
     assert other.outcome is Outcome.FAILED
 
 
@@ -342,11 +331,7 @@ def test_nothing_passes_beside_an_unsplit_arm_that_is_none() -> None:
 
 def test_too_few_right_answers_see_no_drop() -> None:
     nothing = tuple(replace(one, strict=False) for one in answers())
-    facts = judged(
-        "token",
-        unsplit=made("unsplit", answers=nothing),
-        token=made("token", "token", answers=nothing),
-    ).facts
+    facts = answered(nothing, nothing).facts
     assert facts["detectable_drop"] is None
 
 
