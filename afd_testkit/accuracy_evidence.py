@@ -7,10 +7,9 @@ of this release.  Nothing here keeps a forger out who invents counts that agree.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import isfinite
-from typing import Any, TypeGuard
+from typing import Any
 
-from afd_testkit.accuracy.margins import TRUNCATED_SHARE, drop_of, token_limit
+from afd_testkit.accuracy.margins import TRUNCATED_SHARE, listed, token_limit
 from afd_testkit.accuracy.spec import (
     BEHIND_A_SERVER,
     BOUND,
@@ -25,7 +24,7 @@ from afd_testkit.accuracy.verdict import (
     lower_bound,
     upper_bound,
 )
-from afd_testkit.summary import ACCURACY, ACCURACY_BASELINE, ACCURACY_SPLIT
+from afd_testkit.summary import ACCURACY, ACCURACY_BASELINE, ACCURACY_SPLIT, is_number
 
 _ROUNDING = 1e-9
 _MOST = 10_000_000  # questions; more are a mistake, and would take hours to judge
@@ -111,7 +110,7 @@ def _split(check: Mapping[str, Any], facts: Mapping[str, Any], asked: int, right
         _require(steps > 0, f"split_steps is {steps}, so that no step was split")
     _tokens(compared[TOKENS], check["dtype"])
     margin, bound = _number(facts, "margin"), compared[BOUND]
-    allowed = drop_of(check["model"])
+    allowed = listed(check["model"]).drop
     _require(0 < margin <= allowed, f"the margin is {margin}, and {allowed} is this model's")
     _require(bound["limit"] == margin, f"{bound['limit']} was compared with, and not {margin}")
     _require(bound["compared"] == asked, f"{bound['compared']} of {asked} questions were compared")
@@ -167,11 +166,11 @@ def _sensitivity(model: str, facts: Mapping[str, Any], asked: int, right: int) -
     pair = _pair(facts, asked)
     _equal(right / asked, pair.score, "strict_match")
     apart, limit = facts.get("logprob_difference"), _number(facts, "logprob_limit")
-    far = apart == "Infinity" or (_is_number(apart) and apart > limit > 0)
+    far = apart == "Infinity" or (is_number(apart) and apart > limit > 0)
     expected = [
         name
         for name, told in (
-            (SCORE, pair.judge(drop_of(model)) is Judgement.FAILED),
+            (SCORE, pair.judge(listed(model).drop) is Judgement.FAILED),
             (TOKENS, far),
         )
         if told
@@ -200,7 +199,7 @@ def _require(holds: bool, otherwise: str) -> None:
 
 def _equal(given: Any, expected: float, name: str) -> None:
     """``given`` must be the number that the counts give."""
-    if not _is_number(given) or abs(given - expected) > _ROUNDING:
+    if not is_number(given) or abs(given - expected) > _ROUNDING:
         raise _Wrong(f"{name} is {_short(given)}, and the figures give {expected}")
 
 
@@ -222,7 +221,7 @@ def _whole(facts: Mapping[str, Any], name: str, asked: int) -> int:
 
 def _number(facts: Mapping[str, Any], name: str) -> float:
     value = facts.get(name)
-    if not _is_number(value):
+    if not is_number(value):
         raise _Wrong(f"{name} is {_short(value)}, which is no number")
     return value
 
@@ -231,9 +230,3 @@ def _short(value: Any) -> str:
     return (
         repr(value)[:60] if not isinstance(value, int) or abs(value) < 10**18 else "far too large"
     )
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    if type(value) is int:
-        return abs(value) <= _MOST
-    return type(value) is float and isfinite(value)

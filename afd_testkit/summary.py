@@ -202,8 +202,13 @@ class GateRow:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Facts are free form: only a finite number can be shown as one."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Facts are free form: only a finite number, no larger than floats are, can be shown as one."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _extent(values: Sequence[float]) -> tuple[float, float] | None:

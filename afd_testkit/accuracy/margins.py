@@ -72,9 +72,9 @@ def small_model() -> Path:
     return Path(__file__).parent / "small_model"
 
 
-def drop_of(name: str) -> float:
-    """By how much the score of the model of this name may fall."""
-    return TABLE[name if name in TABLE else "*"].drop
+def listed(name: str) -> Margin:
+    """The table's entry for the model of this name."""
+    return TABLE[name if name in TABLE else "*"]
 
 
 @cache
@@ -84,4 +84,4 @@ def margin_of(model: str) -> Margin:
     if folder.resolve() == small_model().resolve():
         recorded = json.loads((folder / "baseline.json").read_text(encoding="utf-8"))
         return replace(TABLE["*"], baseline=recorded["right"], shots=recorded["shots"])
-    return TABLE[folder.name if folder.name in TABLE else "*"]
+    return listed(folder.name)

@@ -36,7 +36,7 @@ def run_server_arm(
     """Ask the server of ``spec`` all that an earlier call with the same did not finish.
 
     Leaves ``name.json`` in the results folder, and ``name.journal.jsonl``, which the next call
-    goes on with: :func:`forget` it when the result has been judged.  ``served``: what
+    goes on with: remove it when the result has been judged.  ``served``: what
     ``ask_server`` said, where it was asked already.
     Raises :class:`ServerError`: what is wrong, how much is done, where it is kept.
     """
@@ -70,11 +70,6 @@ def run_server_arm(
     found = ArmResult.read(result)
     say(f"{name}: {len(found.answers)} answered, {found.seconds:.0f} s")
     return found
-
-
-def forget(name: str, folder: Path) -> None:
-    """The next run of ``name`` in ``folder`` asks everything anew; the result stays."""
-    (folder / f"{name}.journal.jsonl").unlink(missing_ok=True)
 
 
 def load_baseline(path: Path, expected: Asked, asked: Sequence[Question]) -> ArmResult:

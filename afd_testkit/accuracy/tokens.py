@@ -72,6 +72,7 @@ def not_taken(base: ArmResult, arm: ArmResult) -> str:
 
 
 def told(tokens: Comparison) -> str:
+    """Why a comparison of log-probabilities is not ok."""
     if tokens.noise is None or not isfinite(tokens.noise):
         return (
             "the engine's own noise is no number, or of other answers, so that nothing limits what "

@@ -59,19 +59,21 @@ def widen(source: Path, out: Path) -> Path:
             f"{source} has its weights in {', '.join(files)}; put them into one {_WEIGHTS}"
         )
     weights = load_file(source / _WEIGHTS)
-    for name, value in _checked(weights, latent).items():
-        weights[name] = _wider(name, value.float(), latent)
+    touching = _checked(weights, latent)
     shutil.copytree(source, out, ignore=shutil.ignore_patterns(_WEIGHTS))
     config.update(kv_lora_rank=LATENT, dtype="float32")
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    wide = {name: value.float() for name, value in weights.items()}
+    wide = {
+        name: _wider(name, value.float(), latent) if name in touching else value.float()
+        for name, value in weights.items()
+    }
     save_file(wide, out / _WEIGHTS, metadata={"format": "pt"})
     return out
 
 
-def _checked(weights: Mapping[str, Tensor], latent: int) -> dict[str, Tensor]:
-    """What touches the latent, if every layer has all of it, in the sizes of ``latent``."""
-    found: dict[str, Tensor] = {}
+def _checked(weights: Mapping[str, Tensor], latent: int) -> set[str]:
+    """Names of what touches the latent, if every layer has all of it, in sizes of ``latent``."""
+    found: set[str] = set()
     layers = {name.partition(_ATTENTION)[0] for name in weights if _ATTENTION in name}
     for layer, (end, rank, axis, more) in product(sorted(layers), _TOUCHING):
         name = f"{layer}{_ATTENTION}{end}"
@@ -85,7 +87,7 @@ def _checked(weights: Mapping[str, Tensor], latent: int) -> dict[str, Tensor]:
                 f"{name} has the shape {list(weight.shape)}, and {latent + more} of the latent "
                 f"were to be along axis {axis} of {rank}, as the configuration says"
             )
-        found[name] = weight
+        found.add(name)
     strange = [name for name in weights if _ATTENTION in name and name not in found]
     if strange or not found:
         raise CannotWiden(

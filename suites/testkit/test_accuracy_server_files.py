@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from afd_testkit.accuracy.questions import Question
-from afd_testkit.accuracy.server import BaselineRefused, forget, load_baseline
+from afd_testkit.accuracy.server import BaselineRefused, load_baseline
 from afd_testkit.accuracy.server_journal import Journal, ResumeRefused
 from afd_testkit.accuracy.server_protocol import (
     BadReply,
@@ -55,7 +55,7 @@ def test_what_was_finished_is_there_again(run: ServerRun) -> None:
         assert journal.answers == {"q1": ("a\nb “ü”", True)}
         assert journal.logprobs == {"q1": [-0.1, -2.0], "q2": None}
         assert journal.resumed == 1
-    forget("arm", run.journal.parent)
+    run.journal.unlink()
     with Journal(run) as journal:
         assert (journal.answers, journal.logprobs) == ({}, {})
 
